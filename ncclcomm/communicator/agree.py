@@ -1,0 +1,115 @@
+"""The start of every rank collective: look at the arguments, state the call, hear the others, raise together."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ncclcomm.arrays import HOST_MEMORY, View
+from ncclcomm.communicator.checks import Statement, compare
+from ncclcomm.errors import ArgumentError, NcclCommError
+
+if TYPE_CHECKING:
+    from ncclcomm.communicator.communicator import Communicator
+
+__all__ = ["Facts", "agree", "check_root", "facts_of", "memory_of"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Facts(Generic[T]):
+    """What a rank found out about its own arguments."""
+
+    local: T
+    """What the call goes on with; stays on this rank."""
+    same: Mapping[str, Any]
+    """What must be equal on all ranks."""
+    own: Mapping[str, Any]
+    """What other ranks need to know of this one."""
+
+
+def check_root(root: Any, size: int, call: str) -> int:
+    """The root as a rank.
+
+    Raises:
+        ArgumentError: not a whole number from 0 to size - 1.
+    """
+    if not isinstance(root, bool):
+        try:
+            number = operator.index(root)
+        except TypeError:
+            number = -1
+        if 0 <= number < size:
+            return number
+    raise ArgumentError(f"{call}: root is {root!r}; expected a rank from 0 to {size - 1}")
+
+
+def memory_of(array: View) -> str:
+    """The memory kind, which all ranks must share: 'host memory' or 'device memory'."""
+    return "host memory" if array.device == HOST_MEMORY else "device memory"
+
+
+def facts_of(array: View) -> dict[str, Any]:
+    """What a statement says of an array."""
+    return {"shape": tuple(array.data.shape), "dtype": array.data.dtype, "memory kind": memory_of(array)}
+
+
+def agree(
+    comm: Communicator, call: str, validate: Callable[[], Facts[T]], header: str = "none", root: Any = None
+) -> tuple[T, list[Mapping[str, Any]]]:
+    """Validate this rank's arguments and agree with the other ranks; a rank that fails takes part and tells them.
+
+    Args:
+        comm: the communicator.
+        call: the call's name.
+        validate: looks at this rank's arguments; moves no data; raises what is wrong with them.
+        header: what others must know even when calls are not checked: 'none', 'root' (the root's facts) or 'all'.
+        root: the root as the caller passed it, for a header of the root's.
+
+    Returns:
+        What validate found, and each rank's own facts in rank order; unchecked, empty ones for ranks nobody asked.
+
+    Raises:
+        ArgumentError, UnsupportedError: arguments of this rank, or of a rank that the message names, are wrong.
+        MismatchError: ranks disagree.
+    """
+    number = comm._next_call(call)
+    failure: Exception | None = None
+    try:
+        facts = validate()
+        statement = Statement(call, number, facts.same, facts.own)
+    except Exception as error:  # whatever it is, the other ranks must be told before it is raised
+        failure = error
+        statement = Statement(call, number, error=(type(error).__name__, str(error)))
+    statements = _exchange(comm, statement, header, root)
+    compare(statements, comm.topology, comm.rank)
+    if failure is not None:
+        raise _named(comm, failure) from failure
+    return facts.local, [s.own for s in statements]
+
+
+def _exchange(comm: Communicator, statement: Statement, header: str, root: Any) -> list[Statement]:
+    """The statements that this rank gets to hear; those it doesn't hear repeat its own, without facts."""
+    if comm.size == 1:
+        return [statement]
+    if header == "all" or comm._is_checked(statement.number):
+        return comm._control.all_gather_object(statement)
+    unheard = Statement(statement.call, statement.number, statement.same)
+    heard = [unheard] * comm.size
+    heard[comm.rank] = statement
+    if header == "root":
+        with contextlib.suppress(ArgumentError):
+            rank = check_root(root, comm.size, statement.call)
+            heard[rank] = comm._control.broadcast_object(statement, rank)
+    return heard
+
+
+def _named(comm: Communicator, failure: Exception) -> Exception:
+    """The failure with this rank's name in front, in its own class where that class is ours."""
+    if not isinstance(failure, NcclCommError) or comm.size == 1:
+        return failure
+    return type(failure)(f"{comm.topology.describe(comm.rank)}: {failure}")

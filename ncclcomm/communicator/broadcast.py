@@ -1,0 +1,80 @@
+"""Broadcast over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ncclcomm.arrays import HOST_MEMORY, View, check_out, view
+from ncclcomm.communicator.agree import Facts, agree, check_root, facts_of
+from ncclcomm.communicator.buffers import settled_flat, target_for
+from ncclcomm.communicator.checks import raise_mismatch
+from ncclcomm.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ncclcomm.communicator.communicator import Communicator
+
+__all__ = ["broadcast"]
+
+
+class _Local(NamedTuple):
+    """This rank's arguments."""
+
+    array: View | None
+    root: int
+    header: bool
+
+
+def broadcast(comm: Communicator, array: Any, root: Any, out: Any) -> Any:
+    """See Communicator.broadcast."""
+    header = out is None
+
+    def validate() -> Facts[_Local]:
+        """Look at this rank's arguments."""
+        rank = check_root(root, comm.size, "broadcast")
+        if out is not None and array is not None:
+            raise ArgumentError("broadcast: pass the array, or out on every rank (the root included), not both")
+        given = out if array is None else array
+        found = None if given is None else view(given, "broadcast: array")
+        if found is None and rank == comm.rank:
+            raise ArgumentError("broadcast: the root's array is None; the root must pass the array to broadcast")
+        if found is not None and rank != comm.rank:
+            check_out(found, found.data.shape, found.data.dtype, "broadcast: array")
+        own = {} if found is None else facts_of(found)
+        form = "array (a header goes first)" if header else "out= (no header)"
+        same = {"root": rank, "form of the call": form, **({} if header else own)}
+        return Facts(_Local(found, rank, header), same, own)
+
+    local, facts = agree(comm, "broadcast", validate, "root" if header else "none", root)
+    if header:
+        _check_receivers(comm, facts, local.root)
+    if comm.rank == local.root:
+        assert local.array is not None
+        comm._engine(local.array.device).broadcast(settled_flat(comm, local.array), local.root)
+        return local.array.obj
+    sent = facts[local.root] if header else facts_of(_given(local.array))
+    device = HOST_MEMORY if sent["memory kind"] == "host memory" else comm.device
+    target = target_for(comm, sent["shape"], sent["dtype"], device, local.array)
+    comm._engine(target.near.device).broadcast(target.flat, local.root)
+    return target.finish()
+
+
+def _given(array: View | None) -> View:
+    """The array of the form in which every rank passes one."""
+    assert array is not None
+    return array
+
+
+def _check_receivers(comm: Communicator, facts: list[Mapping[str, Any]], root: int) -> None:
+    """Raise where a receiver's array can't take the root's; on every rank whose exchange told it."""
+    if any(own and own != facts[root] for own in facts):
+        shown = [
+            f"shape {own['shape']}, dtype {own['dtype']}, {own['memory kind']}" if own else "None" for own in facts
+        ]
+        raise_mismatch(
+            comm.topology,
+            comm.rank,
+            f"broadcast: a receiver's array doesn't fit the root's (root {root})",
+            shown,
+            "A receiver passes None, or an array like the root's to be filled.",
+        )

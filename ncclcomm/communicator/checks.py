@@ -1,0 +1,106 @@
+"""Every rank states its call before data moves; where ranks disagree, or one has bad arguments, all of them raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+from ncclcomm import errors
+from ncclcomm.errors import MismatchError, NcclCommError
+from ncclcomm.topology import Topology, format_ranks
+
+__all__ = ["Control", "SoloControl", "Statement", "compare", "group_ranks", "raise_for", "raise_mismatch"]
+
+
+class Control(Protocol):
+    """How the ranks of a communicator exchange small objects; each call is collective."""
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's object, in rank order, on every rank."""
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """The root's object on every rank."""
+
+
+class SoloControl:
+    """The control of a world of one."""
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """See Control."""
+        return [obj]
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """See Control."""
+        return obj
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank says of its call."""
+
+    call: str
+    number: int
+    """How many calls of this communicator came before it."""
+    same: Mapping[str, Any] = field(default_factory=dict)
+    """What must be equal on all ranks, by the names that messages use."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """What may differ, and others need to know."""
+    error: tuple[str, str] | None = None
+    """Class and message of what is wrong with this rank's arguments."""
+
+
+def group_ranks(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
+    """The distinct values among the ranks', each with the ranks that have it, in order of first rank."""
+    groups: list[tuple[Any, list[int]]] = []
+    for rank, value in enumerate(values):
+        for known, ranks in groups:
+            if known == value:
+                ranks.append(rank)
+                break
+        else:
+            groups.append((value, [rank]))
+    return groups
+
+
+def raise_mismatch(topology: Topology, rank: int, what: str, values: Sequence[Any], mend: str) -> NoReturn:
+    """Raise the MismatchError that names every group of ranks and what each passed."""
+    groups = "; ".join(f"{format_ranks(ranks)}: {value}" for value, ranks in group_ranks(values))
+    raise MismatchError(f"{topology.describe(rank)}: {what}: {groups}. {mend}")
+
+
+def compare(statements: Sequence[Statement], topology: Topology, rank: int) -> None:
+    """Raise, the same on every rank, where the statements don't fit each other.
+
+    Raises:
+        MismatchError: ranks are in different calls, or passed what must be equal and is not.
+        NcclCommError: a rank's arguments are wrong: the class of its own error, naming the rank.
+    """
+    mine = statements[rank]
+    calls = [f"{s.call} (call {s.number})" for s in statements]
+    if len(set(calls)) > 1:
+        raise_mismatch(
+            topology, rank, "ranks are in different calls", calls, "Every rank must make the same calls in one order."
+        )
+    for other, statement in enumerate(statements):
+        if statement.error is not None and mine.error is None:
+            name, message = statement.error
+            raise_for(name, f"{topology.describe(rank)}: {topology.describe(other)} made a bad call: {message}")
+    if mine.error is not None:
+        return
+    for name in dict.fromkeys(name for s in statements for name in s.same):
+        values = [s.same.get(name) for s in statements]
+        if any(value != values[0] for value in values):
+            raise_mismatch(
+                topology,
+                rank,
+                f"{mine.call}: ranks disagree on {name}",
+                values,
+                f"Every rank must pass the same {name}.",
+            )
+
+
+def raise_for(name: str, message: str) -> NoReturn:
+    """Raise the error class of that name."""
+    found: Callable[[str], NcclCommError] = getattr(errors, name, NcclCommError)
+    raise found(message)

@@ -1,0 +1,87 @@
+"""Reductions over ranks: to one rank, and to all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ncclcomm.arrays import View, check_out, view
+from ncclcomm.communicator.agree import Facts, agree, check_root, facts_of, memory_of
+from ncclcomm.communicator.buffers import Target, settled_flat, target_for
+from ncclcomm.errors import ArgumentError
+from ncclcomm.reductions import check_reduction
+
+if TYPE_CHECKING:
+    from ncclcomm.communicator.communicator import Communicator
+
+__all__ = ["all_reduce", "reduce"]
+
+
+class _Local(NamedTuple):
+    """This rank's arguments."""
+
+    array: View
+    out: View | None
+    root: int
+    dtype: Any
+    """The dtype of the result: the input's in native byte order."""
+
+
+_EVERY_RANK = object()
+"""In place of a root: every rank gets the result."""
+
+
+def _validate(comm: Communicator, call: str, array: Any, op: Any, root: Any, out: Any) -> Facts[_Local]:
+    """Look at this rank's arguments."""
+    rank = comm.rank if root is _EVERY_RANK else check_root(root, comm.size, call)
+    found = view(array, f"{call}: array")
+    check_reduction(op, found.data.dtype, call)
+    dtype = found.data.dtype.newbyteorder("=")
+    target = None
+    if out is not None and rank == comm.rank:
+        target = view(out, f"{call}: out")
+        check_out(target, found.data.shape, dtype, f"{call}: out", [found], alias_ok=True)
+        if memory_of(target) != memory_of(found):
+            raise ArgumentError(f"{call}: out is in {memory_of(target)}, array in {memory_of(found)}; pass both alike")
+    same = {"op": op, **facts_of(found)}
+    if root is not _EVERY_RANK:
+        same["root"] = rank
+    return Facts(_Local(found, target, rank, dtype), same, {})
+
+
+def _input(comm: Communicator, local: _Local) -> Any:
+    """This rank's elements, flat, in native byte order."""
+    flat = settled_flat(comm, local.array)
+    return flat if flat.dtype == local.dtype else flat.astype(local.dtype)
+
+
+def _finish(comm: Communicator, target: Target, op: str) -> Any:
+    """Divide an average's sum and complete the caller's array."""
+    if op == "avg":
+        flat = target.flat
+        np.divide(flat, flat.dtype.type(comm.size), out=flat)
+    return target.finish()
+
+
+def reduce(comm: Communicator, call: str, array: Any, op: Any, root: Any, out: Any) -> Any:
+    """See Communicator.reduce."""
+    local, _ = agree(comm, call, lambda: _validate(comm, call, array, op, root, out))
+    transport_op = "sum" if op == "avg" else op
+    flat = _input(comm, local)
+    engine = comm._engine(local.array.device)
+    if comm.rank != local.root:
+        engine.reduce(flat, None, transport_op, local.root)
+        return None
+    target = target_for(comm, local.array.data.shape, local.dtype, local.array.device, local.out)
+    engine.reduce(flat, target.flat, transport_op, local.root)
+    return _finish(comm, target, op)
+
+
+def all_reduce(comm: Communicator, array: Any, op: Any, out: Any) -> Any:
+    """See Communicator.all_reduce."""
+    local, _ = agree(comm, "all_reduce", lambda: _validate(comm, "all_reduce", array, op, _EVERY_RANK, out))
+    flat = _input(comm, local)
+    target = target_for(comm, local.array.data.shape, local.dtype, local.array.device, local.out)
+    comm._engine(local.array.device).all_reduce(flat, target.flat, "sum" if op == "avg" else op)
+    return _finish(comm, target, op)

@@ -1,0 +1,300 @@
+"""Joining a group of ranks: who is where, do the settings agree, and which transports serve it."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ncclcomm import config
+from ncclcomm.arrays import HOST_MEMORY, empty_on
+from ncclcomm.chunks import whole_number
+from ncclcomm.communicator.agree import Facts, agree
+from ncclcomm.communicator.checks import Control, SoloControl, raise_for, raise_mismatch
+from ncclcomm.communicator.engine import Engine
+from ncclcomm.communicator.gpu import GpuGroup, agree_on_gpus
+from ncclcomm.devices.base import DeviceBackend
+from ncclcomm.devices.functions import device as device_context
+from ncclcomm.devices.index import resolve_device
+from ncclcomm.devices.registry import current_backend
+from ncclcomm.errors import ArgumentError, DeviceError
+from ncclcomm.topology import Topology, nodes_of_hosts
+from ncclcomm.transport.peer import PeerTransport
+
+if TYPE_CHECKING:
+    from ncclcomm.communicator.communicator import Communicator
+
+__all__ = ["Member", "drop", "join"]
+
+
+@dataclass
+class Member:
+    """What one rank holds of a group."""
+
+    topology: Topology
+    rank: int
+    device: int
+    backend: DeviceBackend
+    check: bool | int
+    chunk_bytes: int
+    mpi_comm: Any
+    control: Control
+    node_names: tuple[int, ...]
+    """Each rank's node, by numbers that sub-communicators keep."""
+    name: str = ""
+    """The same on all ranks of the group, and no other group's."""
+    gpu: GpuGroup | None = None
+    """What was agreed on the ranks' GPUs; None on the host backend."""
+    _host_engine: Engine | None = field(default=None, repr=False)
+    _device_engine: Engine | None = field(default=None, repr=False)
+
+    def flat(self, count: int, dtype: Any, device: int) -> Any:
+        """A new flat array in plain form, on a device or in host memory."""
+        return empty_on(self.backend, (count,), dtype, device).data
+
+    @property
+    def transport_names(self) -> tuple[str, str]:
+        """The transports within a node and across nodes for arrays of this rank's device; without making them."""
+        if self.mpi_comm is None:
+            return "peer", "none"
+        if self.gpu is None:
+            return "mpi", "mpi"
+        return ("nccl" if self.gpu.use_nccl else "mpi, staged"), "mpi, staged"
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """A context in which this rank's GPU is the current device; virtual devices need none."""
+        return device_context(self.device) if self.backend.name == "cuda" else nullcontext()
+
+    def engine(self, device: int) -> Engine:
+        """What runs collectives on arrays of a device or of host memory; collective on first use of each.
+
+        Virtual devices are host memory, so that one engine serves both.
+        """
+        if device != HOST_MEMORY and self.gpu is not None:
+            if self._device_engine is None:
+                self._device_engine = self.gpu.make_engine(self)
+            return self._device_engine
+        if self._host_engine is None:
+            self._host_engine = self._make_host_engine()
+        return self._host_engine
+
+    def _make_host_engine(self) -> Engine:
+        """The engine for host memory."""
+
+        def empty(count: int, dtype: Any) -> np.ndarray[Any, Any]:
+            return np.empty(count, dtype)
+
+        if self.mpi_comm is None:
+            return Engine(self.topology, self.rank, PeerTransport(self.backend, (self.device,)), None, empty)
+        from ncclcomm.transport import mpi
+
+        node, local_rank = self.topology.locate(self.rank)
+        if self.topology.num_nodes == 1:
+            intra = mpi.MpiTransport(mpi.split(self.mpi_comm, 0, self.rank), self.chunk_bytes)
+            return Engine(self.topology, self.rank, intra, None, empty)
+        intra = mpi.MpiTransport(mpi.split(self.mpi_comm, node, local_rank), self.chunk_bytes)
+        leaders = mpi.split(self.mpi_comm, 0 if local_rank == 0 else None, node)
+        inter = None if leaders is None else mpi.MpiTransport(leaders, self.chunk_bytes)
+        return Engine(self.topology, self.rank, intra, inter, empty)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.engine(HOST_MEMORY).barrier()
+
+    def split(self, comm: Communicator, color: Any, key: Any) -> Member | None:
+        """See Communicator.split."""
+
+        def validate() -> Facts[tuple[int | None, int]]:
+            """Look at this rank's arguments."""
+            number = None if color is None else whole_number(color, "split: color")
+            if number is not None and number < 0:
+                raise ArgumentError(f"split: color is {number}; expected 0 or more, or None")
+            return Facts((number, whole_number(key, "split: key")), {}, {})
+
+        (wanted, order), _ = agree(comm, "split", validate)
+        if self.mpi_comm is None:
+            return None if wanted is None else _alone(self.backend, self.device, self.check, self.chunk_bytes)
+        from ncclcomm.transport import mpi
+
+        _free_dropped(self.control)
+        part = mpi.split(self.mpi_comm, wanted, order)
+        if part is None:
+            return None
+        names = part.allgather(self.node_names[self.rank])
+        return Member(
+            topology=Topology(tuple(names)),
+            rank=part.Get_rank(),
+            device=self.device,
+            backend=self.backend,
+            check=self.check,
+            chunk_bytes=self.chunk_bytes,
+            mpi_comm=part,
+            control=mpi.MpiControl(part),
+            node_names=tuple(names),
+            name=_new_name(mpi.MpiControl(part)),
+            gpu=self.gpu,
+        )
+
+    def close(self) -> None:
+        """Free the group's communicators; collective."""
+        for engine in (self._device_engine, self._host_engine):
+            if engine is not None:
+                engine.close()
+        if self.mpi_comm is not None:
+            from ncclcomm.transport import mpi
+
+            mpi.free(self.mpi_comm)
+
+
+_dropped: dict[str, Member] = {}
+"""Groups whose Communicator this rank dropped without closing it: freeing them is collective, so they wait here."""
+
+
+def drop(member: Member) -> None:
+    """Keep what a dropped Communicator held until all its ranks have dropped theirs; called by the collector."""
+    if member.mpi_comm is not None:
+        _dropped[member.name] = member
+
+
+def _free_dropped(control: Control) -> None:
+    """Free the groups that all their ranks have dropped; collective over any group that has these ranks in it."""
+    told = control.all_gather_object([(name, member.topology.size) for name, member in list(_dropped.items())])
+    votes = Counter(entry for entries in told for entry in entries)
+    for name, size in sorted(votes):
+        if votes[name, size] == size and name in _dropped:
+            _dropped.pop(name).close()
+
+
+def _new_name(control: Control) -> str:
+    """A name for a new group, the same on its ranks."""
+    return str(control.broadcast_object(uuid.uuid4().hex, 0))
+
+
+def join(mpi_comm: Any, device: Any, check: bool | int | None) -> Member:
+    """Join the group of an mpi4py communicator, or a world of one.
+
+    Collective over mpi_comm.
+
+    Raises:
+        ArgumentError: no intracommunicator, or this rank's device or check makes no sense; on every rank.
+        MismatchError: ranks differ in backend or settings; on every rank.
+    """
+    if mpi_comm is None:
+        settings = config.load()
+        backend = current_backend()
+        number = _device_for(device, 0, backend, share=False)
+        return _alone(backend, number, _check_of(check, settings), settings.chunk_bytes)
+    from ncclcomm.transport import mpi
+
+    return _join_mpi(mpi.duplicate(mpi_comm), device, check)
+
+
+def _alone(backend: DeviceBackend, device: int, check: bool | int, chunk_bytes: int) -> Member:
+    """The member of a world of one."""
+    return Member(Topology((0,)), 0, device, backend, check, chunk_bytes, None, SoloControl(), (0,))
+
+
+def _join_mpi(own: Any, device: Any, check: bool | int | None) -> Member:
+    """Join over a communicator that is ours: agree on the topology and the settings, or free it and raise."""
+    from ncclcomm.transport import mpi
+
+    control, rank = mpi.MpiControl(own), own.Get_rank()
+    try:
+        _free_dropped(control)
+        host_of = control.all_gather_object(mpi.first_rank_of_host(own))
+        settings = _together(control, rank, "init", config.load)
+        backend = _together(control, rank, "init", current_backend)
+        _agree_on(
+            control, rank, settings, backend, _together(control, rank, "init", lambda: _check_of(check, settings))
+        )
+        names = _together(
+            control, rank, "init", lambda: nodes_of_hosts(host_of, settings.node_sizes, settings.node_map)
+        )
+        topology = Topology(names)
+        local_rank = topology.locate(rank).local_rank
+        number = _together(
+            control, rank, "init", lambda: _device_for(device, local_rank, backend, settings.share_devices)
+        )
+        gpu = agree_on_gpus(control, topology, rank, number, backend, share=settings.share_devices)
+    except Exception:
+        mpi.free(own)
+        raise
+    return Member(
+        topology=topology,
+        rank=rank,
+        device=number,
+        backend=backend,
+        check=_check_of(check, settings),
+        chunk_bytes=settings.chunk_bytes,
+        mpi_comm=own,
+        control=control,
+        node_names=names,
+        name=_new_name(control),
+        gpu=gpu,
+    )
+
+
+def _together(control: Control, rank: int, call: str, local: Callable[[], Any]) -> Any:
+    """Do a local step on every rank; if it fails on one, every rank raises."""
+    failure: Exception | None = None
+    value = None
+    try:
+        value = local()
+    except Exception as error:  # the other ranks must be told before it is raised
+        failure = error
+    told = control.all_gather_object(None if failure is None else (type(failure).__name__, str(failure)))
+    if failure is not None:
+        raise failure
+    for other, problem in enumerate(told):
+        if problem is not None:
+            raise_for(problem[0], f"rank {rank}: {call}: rank {other} failed: {problem[1]}")
+    return value
+
+
+def _agree_on(control: Control, rank: int, settings: config.Config, backend: DeviceBackend, check: bool | int) -> None:
+    """Raise where ranks differ in what must be the same on all."""
+    mine = {
+        "backend": backend.name,
+        "NCCLCOMM_NODE_SIZE": settings.node_sizes,
+        "NCCLCOMM_NODE_MAP": settings.node_map,
+        "NCCLCOMM_CHUNK_BYTES": settings.chunk_bytes,
+        "check": repr(check),
+    }
+    told = control.all_gather_object(mine)
+    flat = Topology((0,) * len(told))
+    for name in mine:
+        values = [other[name] for other in told]
+        if any(value != values[0] for value in values):
+            raise_mismatch(
+                flat, rank, f"init: ranks differ in {name}", values, "Start all ranks with the same setting."
+            )
+
+
+def _check_of(check: Any, settings: config.Config) -> bool | int:
+    """The check setting of a communicator."""
+    if check is None:
+        return settings.check
+    if isinstance(check, bool):
+        return check
+    number = whole_number(check, "check")
+    if number < 0:
+        raise ArgumentError(f"check is {number}; expected True, False or a number of calls")
+    return number
+
+
+def _device_for(device: Any, local_rank: int, backend: DeviceBackend, share: bool) -> int:
+    """The device of a rank: the one asked for, the only one it sees, or by local rank; virtual devices are shared."""
+    if device is not None:
+        return resolve_device(device)
+    count = backend.device_count()
+    if backend.name == "cuda" and 1 < count <= local_rank and not share:
+        raise DeviceError(
+            f"local rank {local_rank} finds {count} GPUs visible, one for each of the first {count} ranks of a node; "
+            "start fewer ranks a node, or set NCCLCOMM_SHARE_DEVICES=1 to let ranks share GPUs (slower)"
+        )
+    return local_rank % count

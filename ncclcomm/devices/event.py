@@ -1,0 +1,221 @@
+"""The public `Event`, as torch.cuda.Event."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ncclcomm.devices.base import DeviceBackend, EventImpl, StreamImpl
+from ncclcomm.devices.elapsed import no_timing, not_recorded
+from ncclcomm.devices.index import resolve_device
+from ncclcomm.devices.registry import current_backend
+from ncclcomm.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ncclcomm.devices.stream import Stream
+
+__all__ = ["Event", "as_event", "stream_impl"]
+
+_creation = threading.Lock()
+
+
+class Event:
+    """A mark in a stream's work, by which other streams and the host wait, and which measures time.
+
+    It is made on a device when it is first recorded, and belongs to that device; before that `query()` is True and
+    waiting for it does nothing. Recording it again moves the mark: waits that were enqueued before keep the old one.
+    An error of the work before the mark is raised by the synchronisation of its stream or device, not by the event.
+
+    Args:
+        enable_timing: `elapsed_time` may be asked of it.
+        blocking: `synchronize` sleeps instead of spinning.
+        interprocess: `ipc_handle` may be asked of it; not together with `enable_timing`.
+        _handle: an `ipc_handle` of another process, to open on the current device; see `from_ipc_handle`.
+
+    Raises:
+        ArgumentError: both `enable_timing` and `interprocess`, which CUDA doesn't have.
+        UnsupportedError: `_handle`, on a backend without events between processes.
+
+    See: torch.cuda.Event.
+    """
+
+    __slots__ = ("__weakref__", "_backend", "_blocking", "_impl", "_interprocess", "_timing")
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        _handle: bytes | None = None,
+    ) -> None:
+        if enable_timing and interprocess:
+            raise ArgumentError("Event: enable_timing and interprocess exclude each other; make two events")
+        self._timing = bool(enable_timing)
+        self._blocking = bool(blocking)
+        self._interprocess = bool(interprocess)
+        self._backend: DeviceBackend | None = None
+        self._impl: EventImpl | None = None
+        if _handle is not None:
+            self._backend = current_backend()
+            self._impl = self._backend.open_event(_handle, self._backend.current_device())
+            self._interprocess = True
+
+    @classmethod
+    def from_ipc_handle(cls, device: Any, handle: bytes) -> Event:
+        """The event behind another process's `ipc_handle`; processes of one host.
+
+        Args:
+            device: the device to open it on, as `resolve_device` takes it.
+            handle: what `ipc_handle` gave.
+
+        Returns:
+            An event that can be waited for, and recorded.
+
+        Raises:
+            ArgumentError: no such device.
+            UnsupportedError: the backend has no events between processes.
+        """
+        number = resolve_device(device, optional=True)
+        event = cls(interprocess=True)
+        event._backend = current_backend()
+        event._impl = event._backend.open_event(handle, number)
+        return event
+
+    @property
+    def device(self) -> int | None:
+        """The number of the device it belongs to; None before its first record."""
+        return None if self._impl is None else self._impl.device
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Move the mark to the end of the work now enqueued on a stream; returns at once.
+
+        Args:
+            stream: the stream; None: the current stream of the current device.
+
+        Raises:
+            ArgumentError: not a stream, or a stream of another device than that of the first record.
+        """
+        if stream is None:
+            backend = current_backend()
+            impl = backend.current_stream(backend.current_device())
+        else:
+            impl = stream_impl(stream)
+            backend = stream._backend
+        self._made_by(backend).record(impl)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Make all later work of a stream wait for the mark as it is now; the host doesn't wait.
+
+        Args:
+            stream: a stream of any device; None: the current stream of the current device.
+
+        Raises:
+            ArgumentError: not a stream.
+        """
+        if stream is None:
+            backend = current_backend()
+            impl = backend.current_stream(backend.current_device())
+        else:
+            impl = stream_impl(stream)
+        if self._impl is not None:
+            self._impl.wait(impl)
+
+    def query(self) -> bool:
+        """True if all work before the mark is complete, or the event was never recorded; never waits."""
+        return self._impl is None or self._impl.query()
+
+    def synchronize(self) -> None:
+        """Wait on the host until all work before the mark is complete; nothing if never recorded."""
+        if self._impl is not None:
+            self._impl.synchronize()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this event's mark to another's.
+
+        Args:
+            end_event: recorded on the same device.
+
+        Returns:
+            The time in milliseconds; negative if the other mark came first.
+
+        Raises:
+            ArgumentError: with a message of its own for each, an event was made without enable_timing, was never
+                recorded, belongs to another device, or is not complete.
+        """
+        end = as_event(end_event)
+        for which, event in (("start", self), ("end", end)):
+            if not event._timing:
+                raise no_timing(which)
+        if self._impl is None:
+            raise not_recorded("start")
+        if end._impl is None:
+            raise not_recorded("end")
+        return self._impl.elapsed_ms(end._impl)
+
+    def ipc_handle(self) -> bytes:
+        """A handle that `from_ipc_handle` opens in another process of this host.
+
+        Raises:
+            ArgumentError: the event was made without interprocess=True.
+            UnsupportedError: the backend has no events between processes.
+        """
+        if not self._interprocess:
+            raise ArgumentError("ipc_handle: the event is this process's own; make it with Event(interprocess=True)")
+        return self._made_by(self._backend or current_backend()).ipc_handle()
+
+    def __repr__(self) -> str:
+        """As `<ncclcomm.Event of device 1>`."""
+        return "<ncclcomm.Event, not recorded>" if self.device is None else f"<ncclcomm.Event of device {self.device}>"
+
+    def _made_by(self, backend: DeviceBackend) -> EventImpl:
+        """The backend's event, made at first use."""
+        impl = self._impl
+        if impl is not None and self._backend is backend:
+            return impl
+        with _creation:
+            if self._impl is None:
+                self._impl = backend.create_event(
+                    timing=self._timing, blocking=self._blocking, interprocess=self._interprocess
+                )
+                self._backend = backend
+            elif self._backend is not backend:
+                raise ArgumentError("the event and the stream belong to two backends; make both under one")
+            return self._impl
+
+
+def as_event(event: Any) -> Event:
+    """The argument if it is an event.
+
+    Raises:
+        ArgumentError: it isn't; the message names its type.
+    """
+    if isinstance(event, Event):
+        return event
+    raise ArgumentError(f"expected an ncclcomm.Event, not {event!r} of type {_type_name(event)}")
+
+
+def stream_impl(stream: Any) -> StreamImpl:
+    """The backend's stream behind a public one.
+
+    Raises:
+        ArgumentError: it is no public stream; the message names its type.
+    """
+    impl = getattr(stream, "_impl", None)
+    if isinstance(impl, StreamImpl):
+        return impl
+    raise ArgumentError(f"expected an ncclcomm.Stream, not {stream!r} of type {_type_name(stream)}")
+
+
+def _replace_lock() -> None:
+    """In a forked child: a thread of the parent may hold the lock for good."""
+    global _creation
+    _creation = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_replace_lock)
+
+
+def _type_name(value: object) -> str:
+    """A type's name with its module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,1 @@
+"""What `ncclcomm run` does: starting ranks, and ending them together."""

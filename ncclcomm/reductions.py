@@ -1,0 +1,70 @@
+"""Which dtypes each reduction takes, and the NumPy function that does it; one table for every path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ncclcomm.errors import ArgumentError, UnsupportedError
+
+__all__ = ["OPS", "check_reduction", "reduce_into", "ufunc_for"]
+
+OPS = ("sum", "prod", "min", "max", "avg")
+
+_FLOATS = {"float16": "f", "bfloat16": "f", "float32": "f", "float64": "f", "complex64": "c", "complex128": "c"}
+"""By name: ml_dtypes gives some of its small floats NumPy's kind of floats, others none."""
+
+_TAKES = {
+    "sum": "all integers, float16, bfloat16, float32, float64, complex64, complex128 and bool (logical or)",
+    "prod": "all integers, float16, bfloat16, float32, float64, complex64 and complex128",
+    "min": "all integers, float16, bfloat16, float32 and float64",
+    "max": "all integers, float16, bfloat16, float32 and float64",
+    "avg": "float16, bfloat16, float32, float64, complex64 and complex128",
+}
+
+_CLASSES = {"sum": "biufc", "prod": "iufc", "min": "iuf", "max": "iuf", "avg": "fc"}
+
+
+def _class_of(dtype: np.dtype[Any]) -> str:
+    """One of b, i, u, f, c for dtypes that can be reduced; '' for the others."""
+    return dtype.kind if dtype.kind in "biu" else _FLOATS.get(dtype.name, "")
+
+
+def check_reduction(op: Any, dtype: np.dtype[Any], call: str) -> None:
+    """Check that a reduction exists and takes the dtype.
+
+    Raises:
+        ArgumentError: no such reduction.
+        UnsupportedError: the reduction doesn't take the dtype.
+    """
+    if not isinstance(op, str) or op not in _CLASSES:
+        raise ArgumentError(f"{call}: op {op!r} is no reduction; use one of {', '.join(OPS)}")
+    cls = _class_of(dtype)
+    if not cls or cls not in _CLASSES[op]:
+        raise UnsupportedError(f"{call}: {op} of dtype {dtype} is not supported; {op} takes {_TAKES[op]}")
+
+
+def ufunc_for(op: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
+    """The two-argument NumPy function of a reduction: sums of bool are logical or, max and min carry NaN."""
+    if op == "sum":
+        return np.logical_or if dtype.kind == "b" else np.add
+    return {"prod": np.multiply, "min": np.minimum, "max": np.maximum}[op]
+
+
+def reduce_into(out: np.ndarray[Any, Any], arrays: list[np.ndarray[Any, Any]], op: str) -> None:
+    """Reduce plain arrays of one shape and dtype into out, in their order; out may be any one of them."""
+    func = ufunc_for(op, out.dtype)
+    if len(arrays) == 1:
+        if out is not arrays[0]:
+            np.copyto(out, arrays[0])
+        return
+    aliased = any(np.may_share_memory(out, array) for array in arrays[1:])
+    total = np.empty_like(out) if aliased else out
+    with np.errstate(all="ignore"):
+        func(arrays[0], arrays[1], out=total)
+        for array in arrays[2:]:
+            func(total, array, out=total)
+    if aliased:
+        np.copyto(out, total)

@@ -1,0 +1,1 @@
+"""Transports: collectives of one flat group."""

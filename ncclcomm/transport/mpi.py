@@ -1,0 +1,270 @@
+"""Ranks that talk through MPI, on host memory.
+
+Data moves as bytes, so that every dtype moves bit for bit. Sums and products of dtypes that MPI knows are MPI's own;
+the rest (8- and 16-bit integers, float16, bfloat16, and max and min of floats, which must carry NaN) are NumPy's, as
+MPI operations made once per process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from ncclcomm.arrays import same_memory
+from ncclcomm.errors import ArgumentError, MpiError
+from ncclcomm.reductions import ufunc_for
+from ncclcomm.transport.base import Transport
+
+__all__ = ["MpiControl", "MpiTransport", "duplicate", "first_rank_of_host", "free", "split", "translated"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_TAG = 0
+
+_NATIVE = {
+    np.dtype(np.int32): MPI.INT32_T,
+    np.dtype(np.int64): MPI.INT64_T,
+    np.dtype(np.uint32): MPI.UINT32_T,
+    np.dtype(np.uint64): MPI.UINT64_T,
+    np.dtype(np.float32): MPI.FLOAT,
+    np.dtype(np.float64): MPI.DOUBLE,
+    np.dtype(np.complex64): MPI.C_FLOAT_COMPLEX,
+    np.dtype(np.complex128): MPI.C_DOUBLE_COMPLEX,
+}
+"""Dtypes whose sums and products every MPI does as NumPy does. Integers must wrap: Open MPI's vectorised sums of 8 and
+16 bits saturate, so these are left to NumPy."""
+
+_NATIVE_OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+
+
+def translated(func: Callable[P, R]) -> Callable[P, R]:
+    """Turn MPI's exceptions into MpiError, with the call's name and MPI's words."""
+
+    @functools.wraps(func)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return func(*args, **kwargs)
+        except MPI.Exception as error:
+            code, text = error.Get_error_code(), error.Get_error_string()
+            raise MpiError(
+                f"MPI {func.__name__} failed: {text} (error {code})", code=code, name=text, call=func.__name__
+            ) from error
+
+    return call
+
+
+def _bytes(array: Any) -> Any:
+    """The memory of a contiguous one-dimensional array as uint8."""
+    return array.view(np.uint8)
+
+
+@functools.cache
+def _numpy_op(op: str, dtype: np.dtype[Any]) -> MPI.Op:
+    """An MPI operation that NumPy does, on elements of one dtype."""
+    func = ufunc_for(op, dtype)
+
+    def combine(source: Any, target: Any, _: MPI.Datatype) -> None:
+        total = np.frombuffer(target, dtype)
+        with np.errstate(all="ignore"):
+            func(np.frombuffer(source, dtype), total, out=total)
+
+    return MPI.Op.Create(combine, commute=True)
+
+
+@functools.cache
+def _element_type(itemsize: int) -> MPI.Datatype:
+    """An MPI datatype of that many bytes, for operations that NumPy does."""
+    return MPI.BYTE.Create_contiguous(itemsize).Commit()
+
+
+@functools.cache
+def _reduction(op: str, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:
+    """The MPI operation and datatype that do a reduction as NumPy does it."""
+    if dtype.kind == "b":
+        return MPI.LOR, MPI.C_BOOL
+    if dtype in _NATIVE and (dtype.kind in "iu" or op in ("sum", "prod")):
+        return _NATIVE_OPS[op], _NATIVE[dtype]
+    return _numpy_op(op, dtype), _element_type(dtype.itemsize)
+
+
+class MpiTransport(Transport):
+    """The ranks of an mpi4py communicator that nobody else uses; each drives itself.
+
+    Args:
+        comm: the communicator; the transport owns it and frees it in `close`.
+        chunk_bytes: most bytes passed to MPI in one call.
+    """
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm | None, chunk_bytes: int) -> None:
+        assert comm is not None
+        self.comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self.members = (self.rank,)
+        self.chunk_bytes = chunk_bytes
+        self._closed = False
+
+    def _chunks(self, array: Any) -> Iterator[Any]:
+        """An array's bytes in pieces that one MPI call takes; nothing for no elements."""
+        data = _bytes(array)
+        for start in range(0, data.size, self.chunk_bytes):
+            yield data[start : start + self.chunk_bytes]
+
+    @translated
+    def broadcast(self, buffers: Sequence[Any], root: int) -> None:
+        """See Transport.broadcast."""
+        for chunk in self._chunks(buffers[0]):
+            self.comm.Bcast([chunk, MPI.BYTE], root=root)
+
+    @translated
+    def scatter(self, parts: Sequence[Any] | None, outs: Sequence[Any], root: int) -> None:
+        """See Transport.scatter."""
+        if self.rank != root:
+            self._wait([self.comm.Irecv([chunk, MPI.BYTE], root, _TAG) for chunk in self._chunks(outs[0])])
+            return
+        assert parts is not None
+        requests = []
+        for member, part in enumerate(parts):
+            if member != root:
+                requests += [self.comm.Isend([chunk, MPI.BYTE], member, _TAG) for chunk in self._chunks(part)]
+        self._copy_own(outs[0], parts[root])
+        self._wait(requests)
+
+    @translated
+    def gather(self, arrays: Sequence[Any], parts: Sequence[Any] | None, root: int) -> None:
+        """See Transport.gather."""
+        if self.rank != root:
+            self._wait([self.comm.Isend([chunk, MPI.BYTE], root, _TAG) for chunk in self._chunks(arrays[0])])
+            return
+        assert parts is not None
+        requests = []
+        for member, part in enumerate(parts):
+            if member != root:
+                requests += [self.comm.Irecv([chunk, MPI.BYTE], member, _TAG) for chunk in self._chunks(part)]
+        self._copy_own(parts[root], arrays[0])
+        self._wait(requests)
+
+    @staticmethod
+    def _copy_own(dst: Any, src: Any) -> None:
+        """Copy this rank's own part, unless it is in its place."""
+        if not same_memory(dst, src):
+            np.copyto(dst, src)
+
+    @staticmethod
+    def _wait(requests: list[MPI.Request]) -> None:
+        """Wait for all of them."""
+        MPI.Request.Waitall(requests)
+
+    def _steps(self, array: Any) -> Iterator[slice]:
+        """Slices of elements that one MPI call takes."""
+        step = max(1, self.chunk_bytes // array.itemsize)
+        for start in range(0, array.size, step):
+            yield slice(start, start + step)
+
+    @translated
+    def reduce(self, arrays: Sequence[Any], outs: Sequence[Any | None], op: str, root: int) -> None:
+        """See Transport.reduce."""
+        array, out = arrays[0], outs[0]
+        mpi_op, mpi_type = _reduction(op, array.dtype)
+        in_place = out is not None and same_memory(array, out)
+        for part in self._steps(array):
+            target = None if out is None else [_bytes(out[part]), mpi_type]
+            source = MPI.IN_PLACE if in_place else [_bytes(array[part]), mpi_type]
+            self.comm.Reduce(source, target, mpi_op, root=root)
+
+    @translated
+    def all_reduce(self, arrays: Sequence[Any], outs: Sequence[Any], op: str) -> None:
+        """See Transport.all_reduce."""
+        array, out = arrays[0], outs[0]
+        mpi_op, mpi_type = _reduction(op, array.dtype)
+        if not mpi_op.is_predefined:
+            # A NumPy operation on NaN or signed zeros depends on the order of its arguments, and MPI may choose
+            # another order on each rank; one rank's result for all keeps the bits identical.
+            self.reduce(arrays, outs if self.rank == 0 else [None], op, 0)
+            self.broadcast(outs, 0)
+            return
+        in_place = same_memory(array, out)
+        for part in self._steps(array):
+            source = MPI.IN_PLACE if in_place else [_bytes(array[part]), mpi_type]
+            self.comm.Allreduce(source, [_bytes(out[part]), mpi_type], mpi_op)
+
+    @translated
+    def move(self, array: Any | None, out: Any | None, source: int, dest: int) -> None:
+        """See Transport.move."""
+        if self.rank == source:
+            for chunk in self._chunks(array):
+                self.comm.Send([chunk, MPI.BYTE], dest, _TAG)
+        else:
+            for chunk in self._chunks(out):
+                self.comm.Recv([chunk, MPI.BYTE], source, _TAG)
+
+    @translated
+    def barrier(self) -> None:
+        """See Transport.barrier."""
+        self.comm.Barrier()
+
+    def close(self) -> None:
+        """See Transport.close."""
+        if not self._closed:
+            self._closed = True
+            if not MPI.Is_finalized():
+                self.comm.Free()
+
+
+class MpiControl:
+    """Small objects between the ranks of a communicator; see communicator.checks.Control."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+
+    @translated
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's object, in rank order."""
+        return self.comm.allgather(obj)
+
+    @translated
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """The root's object."""
+        return self.comm.bcast(obj, root=root)
+
+
+@translated
+def duplicate(comm: Any) -> MPI.Intracomm:
+    """A duplicate of a caller's communicator; collective.
+
+    Raises:
+        ArgumentError: not an intracommunicator of mpi4py.
+    """
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        raise ArgumentError(f"mpi_comm is {comm!r}; expected an mpi4py intracommunicator, such as MPI.COMM_WORLD")
+    return comm.Dup()
+
+
+@translated
+def split(comm: MPI.Intracomm, color: int | None, key: int) -> MPI.Intracomm | None:
+    """The communicator of the ranks with the same color, or None without one; collective."""
+    part = comm.Split(MPI.UNDEFINED if color is None else color, key)
+    return part if isinstance(part, MPI.Intracomm) and part != MPI.COMM_NULL else None
+
+
+@translated
+def first_rank_of_host(comm: MPI.Intracomm) -> int:
+    """The lowest rank among those that share memory with this one; collective."""
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
+    first: int = host.allreduce(comm.Get_rank(), MPI.MIN)
+    host.Free()
+    return first
+
+
+@translated
+def free(comm: MPI.Intracomm) -> None:
+    """Free a communicator of ours; collective; nothing after MPI_Finalize."""
+    if not MPI.Is_finalized():
+        comm.Free()

@@ -1,0 +1,326 @@
+"""Ranks of a node that talk through NCCL, on GPU memory, one GPU a rank.
+
+Every call is enqueued on CuPy's current stream of the transport's device and returns without waiting. Data moves as
+bytes, so that every dtype moves bit for bit. Reductions that NCCL lacks, or does otherwise than NumPy (products of
+complex, max and min that must carry NaN), gather the ranks' arrays chunk by chunk and reduce them in rank order with
+CuPy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import cupy
+import numpy as np
+from cupy.cuda import nccl, runtime
+
+from ncclcomm.errors import BackendUnavailableError, NcclError
+from ncclcomm.reductions import ufunc_for
+from ncclcomm.transport.base import Transport
+
+__all__ = ["NcclTransport", "new_unique_id", "translated", "version"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NAMES = {
+    1: "ncclUnhandledCudaError",
+    2: "ncclSystemError",
+    3: "ncclInternalError",
+    4: "ncclInvalidArgument",
+    5: "ncclInvalidUsage",
+    6: "ncclRemoteError",
+    7: "ncclInProgress",
+    8: "ncclTimeout",
+}
+
+_HINTS = {
+    1: "a CUDA call failed; look for an earlier error of this rank, and at nvidia-smi for memory in use",
+    2: "a call of the system failed: is /dev/shm full or too small, and is NCCL_SOCKET_IFNAME an interface that all "
+    "ranks have?",
+    3: "this is likely a fault of NCCL or memory that was overwritten",
+    4: "an argument is wrong",
+    5: "the calls of the ranks don't fit each other",
+    6: "another rank failed or died; its own message says why",
+    7: "an earlier call has not come to its end",
+    8: "another rank didn't take part in time",
+}
+
+_WORD = nccl.NCCL_UINT8
+
+_GATHER_CHUNK_BYTES = 1 << 25
+"""Bytes of each rank that a reduction by gathering holds at a time."""
+
+_lock = threading.Lock()
+"""Held from groupStart to groupEnd: NCCL's groups are of the process, and CuPy releases the interpreter between."""
+
+_alive: list[Any] = []
+"""Communicators that nobody closed: their destructor would destroy them, which is collective."""
+
+
+def _last_error() -> str:
+    """NCCL's own last words, or ''."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+        library.ncclGetLastError.restype = ctypes.c_char_p
+        text = library.ncclGetLastError(None)
+    except (OSError, AttributeError):
+        return ""
+    return text.decode(errors="replace").strip() if text else ""
+
+
+def translated(func: Callable[P, R]) -> Callable[P, R]:
+    """Turn NCCL's errors into NcclError, with the code, its name, NCCL's last words and a hint."""
+
+    @functools.wraps(func)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return func(*args, **kwargs)
+        except nccl.NcclError as error:
+            raise _error_of(int(error.status), func.__name__) from error
+        except KeyError as error:
+            # CuPy's table of names ends before ncclInProgress and ncclTimeout, and its lookup raises instead.
+            if error.args and error.args[0] in _NAMES:
+                raise _error_of(int(error.args[0]), func.__name__) from error
+            raise
+
+    return call
+
+
+def _error_of(code: int, call: str) -> NcclError:
+    """The error of a code."""
+    name = _NAMES.get(code, f"ncclResult {code}")
+    words = _last_error()
+    said = f" NCCL says: {words}." if words else ""
+    hint = _HINTS.get(code, "see NCCL's documentation")
+    return NcclError(
+        f"NCCL {call} failed: {name} (code {code}).{said} Hint: {hint}. NCCL_DEBUG=INFO shows more",
+        code=code,
+        name=name,
+        call=call,
+    )
+
+
+def version() -> int:
+    """NCCL's version, such as 22807.
+
+    Raises:
+        BackendUnavailableError: CuPy was built without NCCL, or its library is missing.
+    """
+    if not getattr(nccl, "available", False):
+        raise BackendUnavailableError(
+            "CuPy can't load NCCL: pip install nvidia-nccl-cu13 (or nvidia-nccl-cu12, by your CuPy's CUDA)"
+        )
+    return int(nccl.get_version())
+
+
+@translated
+def new_unique_id() -> Any:
+    """What the ranks of a new communicator must share."""
+    return nccl.get_unique_id()
+
+
+_TYPES = {
+    "int8": nccl.NCCL_INT8,
+    "uint8": nccl.NCCL_UINT8,
+    "int32": nccl.NCCL_INT32,
+    "uint32": nccl.NCCL_UINT32,
+    "int64": nccl.NCCL_INT64,
+    "uint64": nccl.NCCL_UINT64,
+    "float16": nccl.NCCL_FLOAT16,
+    "bfloat16": nccl.NCCL_BFLOAT16,
+    "float32": nccl.NCCL_FLOAT32,
+    "float64": nccl.NCCL_FLOAT64,
+}
+
+_OPS = {"sum": nccl.NCCL_SUM, "prod": nccl.NCCL_PROD, "min": nccl.NCCL_MIN, "max": nccl.NCCL_MAX}
+
+
+def _native(op: str, dtype: np.dtype[Any]) -> tuple[int, int, int] | None:
+    """NCCL's datatype, operation and words per element for a reduction that it does as NumPy does; None for others."""
+    if dtype.kind == "b":
+        return _TYPES["uint8"], nccl.NCCL_MAX, 1
+    if dtype.kind == "c" and op == "sum":
+        return _TYPES["float32" if dtype.itemsize == 8 else "float64"], nccl.NCCL_SUM, 2
+    carries_nan = dtype.kind == "f" or dtype.name == "bfloat16"
+    if dtype.name not in _TYPES or (carries_nan and op in ("min", "max")):
+        return None
+    return _TYPES[dtype.name], _OPS[op], 1
+
+
+class NcclTransport(Transport):
+    """The ranks of an NCCL communicator; each drives itself, on one GPU.
+
+    Collective: every member makes one, with the same unique id; it waits for all.
+
+    Args:
+        unique_id: what `new_unique_id` gave on one of the members.
+        size: how many members there are.
+        rank: this member.
+        device: its GPU, which no other member uses.
+    """
+
+    name = "nccl"
+
+    def __init__(self, unique_id: Any, size: int, rank: int, device: int) -> None:
+        self.size = size
+        self.rank = rank
+        self.members = (rank,)
+        self.device = device
+        self._comm = self._connect(unique_id)
+        _alive.append(self._comm)
+
+    @translated
+    def _connect(self, unique_id: Any) -> Any:
+        """Make the communicator on the device."""
+        with cupy.cuda.Device(self.device):
+            return nccl.NcclCommunicator(self.size, unique_id, self.rank)
+
+    def _stream(self) -> int:
+        """The stream to enqueue on."""
+        return int(cupy.cuda.get_current_stream(self.device).ptr)
+
+    @translated
+    def broadcast(self, buffers: Sequence[Any], root: int) -> None:
+        """See Transport.broadcast."""
+        buffer = buffers[0]
+        if buffer.size:
+            pointer = buffer.data.ptr
+            self._comm.broadcast(pointer, pointer, buffer.nbytes, _WORD, root, self._stream())
+
+    @translated
+    def scatter(self, parts: Sequence[Any] | None, outs: Sequence[Any], root: int) -> None:
+        """See Transport.scatter."""
+        out, stream = outs[0], self._stream()
+        if self.rank != root:
+            if out.size:
+                self._comm.recv(out.data.ptr, out.nbytes, _WORD, root, stream)
+            return
+        assert parts is not None
+        others = [(part, member) for member, part in enumerate(parts) if member != root and part.size]
+        self._grouped([(self._comm.send, part, member) for part, member in others], stream)
+        self._copy_own(out, parts[root], stream)
+
+    @translated
+    def gather(self, arrays: Sequence[Any], parts: Sequence[Any] | None, root: int) -> None:
+        """See Transport.gather."""
+        array, stream = arrays[0], self._stream()
+        if self.rank != root:
+            if array.size:
+                self._comm.send(array.data.ptr, array.nbytes, _WORD, root, stream)
+            return
+        assert parts is not None
+        others = [(part, member) for member, part in enumerate(parts) if member != root and part.size]
+        self._grouped([(self._comm.recv, part, member) for part, member in others], stream)
+        self._copy_own(parts[root], array, stream)
+
+    @staticmethod
+    def _grouped(calls: list[tuple[Callable[..., None], Any, int]], stream: int) -> None:
+        """Start point-to-point calls together."""
+        with _lock:
+            nccl.groupStart()
+            try:
+                for call, array, member in calls:
+                    call(array.data.ptr, array.nbytes, _WORD, member, stream)
+            finally:
+                nccl.groupEnd()
+
+    @staticmethod
+    def _copy_own(dst: Any, src: Any, stream: int) -> None:
+        """Copy this rank's own part, unless it is in its place."""
+        if dst.size and dst.data.ptr != src.data.ptr:
+            runtime.memcpyAsync(dst.data.ptr, src.data.ptr, dst.nbytes, runtime.memcpyDeviceToDevice, stream)
+
+    @translated
+    def reduce(self, arrays: Sequence[Any], outs: Sequence[Any | None], op: str, root: int) -> None:
+        """See Transport.reduce."""
+        array, out = arrays[0], outs[0]
+        if not array.size:
+            return
+        with _Widened(array, out) as (source, result):
+            native = _native(op, source.dtype)
+            if native is None:
+                self._reduce_gathered(source, result, op)
+                return
+            dtype, nccl_op, words = native
+            target = 0 if result is None else result.data.ptr
+            self._comm.reduce(source.data.ptr, target, source.size * words, dtype, nccl_op, root, self._stream())
+
+    @translated
+    def all_reduce(self, arrays: Sequence[Any], outs: Sequence[Any], op: str) -> None:
+        """See Transport.all_reduce."""
+        array, out = arrays[0], outs[0]
+        if not array.size:
+            return
+        with _Widened(array, out) as (source, result):
+            native = _native(op, source.dtype)
+            if native is None:
+                self._reduce_gathered(source, result, op)
+                return
+            dtype, nccl_op, words = native
+            self._comm.allReduce(source.data.ptr, result.data.ptr, source.size * words, dtype, nccl_op, self._stream())
+
+    def _reduce_gathered(self, array: Any, out: Any | None, op: str) -> None:
+        """Gather every rank's array on every rank, chunk by chunk, and reduce in rank order where there is an out."""
+        func = getattr(cupy, ufunc_for(op, array.dtype).__name__)
+        step = max(1, _GATHER_CHUNK_BYTES // array.itemsize)
+        for start in range(0, array.size, step):
+            part = array[start : start + step]
+            everyone = cupy.empty((self.size, part.size), array.dtype)
+            self._comm.allGather(part.data.ptr, everyone.data.ptr, part.nbytes, _WORD, self._stream())
+            if out is not None:
+                total = everyone[0]
+                for member in range(1, self.size):
+                    func(total, everyone[member], out=total)
+                out[start : start + step] = total
+
+    @translated
+    def move(self, array: Any | None, out: Any | None, source: int, dest: int) -> None:
+        """See Transport.move."""
+        if self.rank == source:
+            assert array is not None
+            if array.size:
+                self._comm.send(array.data.ptr, array.nbytes, _WORD, dest, self._stream())
+        else:
+            assert out is not None
+            if out.size:
+                self._comm.recv(out.data.ptr, out.nbytes, _WORD, source, self._stream())
+
+    @translated
+    def barrier(self) -> None:
+        """See Transport.barrier."""
+        stream = cupy.cuda.get_current_stream(self.device)
+        word = cupy.zeros(1, np.uint8)
+        self._comm.allReduce(word.data.ptr, word.data.ptr, 1, _WORD, nccl.NCCL_SUM, stream.ptr)
+        stream.synchronize()
+
+    def close(self) -> None:
+        """See Transport.close."""
+        if self._comm in _alive:
+            _alive.remove(self._comm)
+            with cupy.cuda.Device(self.device):
+                cupy.cuda.get_current_stream().synchronize()
+                self._comm.destroy()
+
+
+class _Widened:
+    """16-bit integers as 32-bit ones, which NCCL has: sums and products wrap to the same low bits."""
+
+    def __init__(self, array: Any, out: Any | None) -> None:
+        self._out = out
+        self._wide = array.dtype.name in ("int16", "uint16")
+        self._source = array.astype(np.dtype(array.dtype.kind + "4")) if self._wide else array
+        self._result = self._source if self._wide and out is not None else out
+
+    def __enter__(self) -> tuple[Any, Any]:
+        """The arrays to pass to NCCL."""
+        return self._source, self._result
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        """Bring the result back to its own width."""
+        if self._wide and self._out is not None and self._result is not None and kind is None:
+            self._out[...] = self._result.astype(self._out.dtype)

@@ -1,0 +1,212 @@
+"""`ncclcomm run` before any rank starts: usage errors, the dry run, a missing MPI."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ncclcomm.cli import main
+from ncclcomm.errors import BackendUnavailableError
+from ncclcomm.launcher import flavour as flavour_module
+from ncclcomm.launcher.command import CHILD, MPICH, OPENMPI
+from ncclcomm.launcher.flavour import family, find_launcher, guess_launcher
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text("raise SystemExit('it ran')\n")
+    return path
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-n", "0", "SCRIPT"], "'0' is not a number of ranks"),
+        (["-n", "-1", "SCRIPT"], "-n"),
+        (["-n", "abc", "SCRIPT"], "'abc' is not a number of ranks"),
+        (["-n", "1.5", "SCRIPT"], "'1.5' is not a number of ranks"),
+        (["-n", "²", "SCRIPT"], "is not a number of ranks"),
+        (["SCRIPT", "-n", "2"], "-n"),
+        (["-n", "2"], "no program given"),
+        (["-n", "2", "-m"], "-m needs the name of a module"),
+        (["-n", "2", "--timeout", "soon", "SCRIPT"], "'soon' is not a time"),
+        (["-n", "2", "--timeout", "nan", "SCRIPT"], "'nan' is not a time"),
+        (["-n", "2", "--timeout", "inf", "SCRIPT"], "'inf' is not a time"),
+        (["-n", "2", "--timeout", "0", "SCRIPT"], "'0' leaves no time"),
+        (["-n", "2", "--timeout=-3", "SCRIPT"], "'-3' is not a time"),
+        (["-n", "2", "--grace=-1", "SCRIPT"], "'-1' is not a time"),
+        (["-n", "2", "--frob", "SCRIPT"], "--frob"),
+        (["-n", "2", "--time", "3", "SCRIPT"], "--time"),
+        (["-n", "2", "missing.py"], "there is no file 'missing.py'"),
+        (["-n", "2", "FOLDER"], "is a directory"),
+    ],
+)
+def test_usage_errors_are_one_line_and_status_2(
+    options: list[str], said: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"SCRIPT": str(script), "FOLDER": str(script.parent)}
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *(words.get(word, word) for word in options)])
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = [line for line in err.splitlines() if "error:" in line]
+    assert said in line
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/usr/bin/setpriv").exists(), reason="root reads every file")
+def test_unreadable_script_is_refused(script: Path) -> None:
+    script.chmod(0)
+    argv = [sys.executable, "-m", "ncclcomm", "run", "-n", "2", "--dry-run", str(script)]
+    if os.geteuid() == 0:
+        argv = ["/usr/bin/setpriv", "--bounding-set=-all", "--inh-caps=-all", *argv]
+    ended = subprocess.run(
+        argv, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "cannot be read by this user" in ended.stderr
+
+
+def test_dry_run_prints_the_command_and_loads_no_mpi(script: Path) -> None:
+    program = (
+        "import subprocess, sys\n"
+        "def refuse(*a, **k): raise AssertionError('a process was started')\n"
+        "subprocess.Popen = refuse\n"
+        "from ncclcomm.cli import main\n"
+        f"status = main(['run', '-n', '3', '--dry-run', {str(script)!r}, '--help', 'a b'])\n"
+        "assert not [name for name in sys.modules if name.startswith('mpi4py')]\n"
+        "sys.exit(status)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.rstrip("\n").endswith(f"{script} --help 'a b'")
+    assert " -n 3 " in ended.stdout
+
+
+@pytest.mark.parametrize("tail", [["--help", "-n", "9"], ["--", "-n"], ["a", "--", "--", "-m", "x"], ["-m"], [""], []])
+def test_what_follows_the_program_is_its_own(tail: list[str], script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for program in ([str(script)], ["-m", "package.module"]):
+        assert main(["run", "--dry-run", "-n", "2", *program, *tail]) == 0
+        words = shlex.split(capsys.readouterr().out)
+        assert words[words.index(CHILD) + 1 :] == [*program, *tail]
+
+
+def test_a_double_dash_may_end_the_options(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--dry-run", "-n", "2", "--", str(script), "--", "x"]) == 0
+    assert shlex.split(capsys.readouterr().out)[-3:] == [str(script), "--", "x"]
+
+
+def test_help_names_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("124", "128+N", "130", "143", "--timeout", "--grace"))
+
+
+def test_no_mpi4py_is_one_line_naming_the_command(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(flavour_module.importlib.util, "find_spec", lambda _name: None)
+    assert main(["run", "-n", "2", str(script)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no mpi4py" in line
+    assert "pip install 'ncclcomm[mpich]'" in line
+
+
+def test_mpi4py_without_a_library_is_one_line(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "fake" / "mpi4py"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("class rc: pass\n")
+    (package / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')\n")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.syspath_prepend(package.parent)
+    assert main(["run", "-n", "2", str(script)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot load MPI library" in line
+    assert "pip install 'ncclcomm[mpich]'" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "flavour"),
+    [
+        ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution", OPENMPI),
+        ("mpiexec (OpenRTE) 4.1.4", OPENMPI),
+        ("MPICH Version:      5.0.2", MPICH),
+        ("HYDRA build details:", MPICH),
+        ("MVAPICH Version: 3.0", MPICH),
+        ("Intel(R) MPI Library 2021.18", MPICH),
+    ],
+)
+def test_family(text: str, flavour: str) -> None:
+    assert family(text) == flavour
+
+
+@pytest.mark.parametrize(("companion", "flavour"), [("prterun", OPENMPI), ("mpiexec.hydra", MPICH)])
+def test_guess_looks_beside_python_first(
+    companion: str, flavour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpiexec = executable(tmp_path / "env" / "mpiexec", "exit 9")
+    executable(tmp_path / "env" / companion, "exit 9")
+    executable(tmp_path / "other" / "mpiexec", "exit 9")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "other"))
+    found = guess_launcher()
+    assert (found.flavour, found.mpiexec) == (flavour, str(mpiexec))
+
+
+@pytest.mark.parametrize(("loaded", "offered"), [(MPICH, "mpiexec (OpenRTE) 4.1.4"), (OPENMPI, "HYDRA build details:")])
+def test_launcher_of_the_other_mpi_is_refused_by_name(
+    loaded: str, offered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpiexec = executable(tmp_path / "bin" / "mpiexec", f"echo '{offered}'")
+    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda: (loaded, ""))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    other = OPENMPI if loaded == MPICH else MPICH
+    with pytest.raises(BackendUnavailableError) as raised:
+        find_launcher()
+    assert f"mpi4py loads {loaded}" in str(raised.value)
+    assert f"{mpiexec} ({other})" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_matching_launcher_is_taken_from_further_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable(tmp_path / "first" / "mpiexec", "echo 'HYDRA build details:'")
+    second = executable(tmp_path / "second" / "mpiexec", "echo 'mpiexec (Open MPI) 5.0.11'")
+    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda: (OPENMPI, ""))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'first'}{os.pathsep}{tmp_path / 'second'}")
+    assert find_launcher().mpiexec == str(second)
+
+
+def test_no_launcher_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda: (MPICH, ""))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BackendUnavailableError, match="no mpiexec is beside"):
+        find_launcher()
