@@ -2,8 +2,9 @@
 
 PYTHON ?= python3
 N ?= 4
-# GPU=cuda12 or GPU=cuda13 adds the packages for NVIDIA devices to both environments.
-GPU ?=
+# The packages for NVIDIA GPUs: cuda12 or cuda13 by what the driver serves, none without a driver; GPU=... decides.
+GPU ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[^:]*Version: *\([0-9]*\).*/\1/p' | head -n 1 \
+    | awk '$$1 >= 13 {print "cuda13"} $$1 == 12 {print "cuda12"}')
 PYTEST_ARGS ?=
 
 comma := ,

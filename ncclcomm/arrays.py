@@ -125,6 +125,8 @@ def _extent(data: Any) -> tuple[int, int]:
     address = int(data.__array_interface__["data"][0]) if isinstance(data, np.ndarray) else int(data.data.ptr)
     if data.size == 0:
         return address, address
+    if data.flags.c_contiguous:
+        return address, address + data.nbytes
     low = sum(min(0, (n - 1) * s) for n, s in zip(data.shape, data.strides, strict=True))
     high = sum(max(0, (n - 1) * s) for n, s in zip(data.shape, data.strides, strict=True))
     return address + low, address + high + data.itemsize
@@ -132,6 +134,8 @@ def _extent(data: Any) -> tuple[int, int]:
 
 def same_memory(a: Any, b: Any) -> bool:
     """True if two arrays are the same elements in the same order."""
+    if a is b:
+        return True
     return _extent(a)[0] == _extent(b)[0] and a.shape == b.shape and a.strides == b.strides
 
 
@@ -147,7 +151,7 @@ def overlaps(a: Any, b: Any) -> bool:
 
 def _overlaps_itself(data: Any) -> bool:
     """True if two elements of one array may share memory, as after numpy.broadcast_to."""
-    if data.size <= 1:
+    if data.flags.c_contiguous or data.size <= 1:
         return False
     reach = data.itemsize
     for stride, n in sorted((abs(s), n) for s, n in zip(data.strides, data.shape, strict=True) if n > 1):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ncclcomm.arrays import HOST_MEMORY, View, check_dtype, empty_on, view
-from ncclcomm.devices.functions import device as device_context
 from ncclcomm.devices.index import is_host_memory, resolve_device
 from ncclcomm.devices.registry import current_backend
 from ncclcomm.transport.peer import PeerTransport
@@ -78,7 +77,7 @@ def _cast(backend: DeviceBackend, source: View, dtype: Any) -> View:
         target = empty_on(backend, source.data.shape, dtype, source.device)
         backend.current_stream(source.device).launch(np.copyto, target.data, source.data, "unsafe")
         return target
-    with device_context(source.device):
+    with backend.on_device(source.device):
         return view(source.data.astype(dtype), "asarray")
 
 
@@ -120,7 +119,7 @@ def zeros(shape: int | Sequence[int], dtype: Any = float, device: Any = None) ->
     array = empty(shape, dtype, device)
     found = view(array, "zeros")
     if not isinstance(found.data, np.ndarray):
-        with device_context(found.device):
+        with backend.on_device(found.device):
             found.data.data.memset_async(0, found.data.nbytes)
     elif found.device == HOST_MEMORY or backend.immediate:
         np.copyto(found.data, np.zeros((), found.data.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,13 @@ def _class_of(dtype: np.dtype[Any]) -> str:
     return dtype.kind if dtype.kind in "biu" else _FLOATS.get(dtype.name, "")
 
 
+@functools.lru_cache(maxsize=512)
+def _takes(op: str, dtype: np.dtype[Any]) -> bool:
+    """True if a reduction takes a dtype."""
+    cls = _class_of(dtype)
+    return bool(cls) and cls in _CLASSES[op]
+
+
 def check_reduction(op: Any, dtype: np.dtype[Any], call: str) -> None:
     """Check that a reduction exists and takes the dtype.
 
@@ -41,8 +49,7 @@ def check_reduction(op: Any, dtype: np.dtype[Any], call: str) -> None:
     """
     if not isinstance(op, str) or op not in _CLASSES:
         raise ArgumentError(f"{call}: op {op!r} is no reduction; use one of {', '.join(OPS)}")
-    cls = _class_of(dtype)
-    if not cls or cls not in _CLASSES[op]:
+    if not _takes(op, dtype):
         raise UnsupportedError(f"{call}: {op} of dtype {dtype} is not supported; {op} takes {_TAKES[op]}")
 
 

@@ -28,6 +28,13 @@ class GpuGroup:
 
     use_nccl: bool
     """NCCL serves each node; else all goes through pinned staging and MPI."""
+    warning: str = ""
+    """Why NCCL serves nobody."""
+
+    def warn(self, rank: int) -> None:
+        """Say so, once, on rank 0."""
+        if rank == 0 and self.warning:
+            warnings.warn(self.warning, RuntimeWarning, stacklevel=2)
 
     def make_engine(self, member: Member) -> Engine:
         """The engine for GPU memory; collective."""
@@ -106,16 +113,15 @@ def agree_on_gpus(
     lacking = [r for r, v in enumerate(versions) if v == 0]
     if not lacking and len(set(versions)) > 1:
         raise_mismatch(topology, rank, "init: NCCL's versions differ", versions, "Install the same one for all ranks.")
-    if rank == 0 and shared:
-        warnings.warn(f"{'; '.join(shared)}: their arrays go through host memory and MPI", RuntimeWarning, stacklevel=4)
-    if rank == 0 and lacking:
-        warnings.warn(
-            f"{format_ranks(lacking)} can't use NCCL ({told[lacking[0]][2]}): all ranks' arrays go through host memory "
-            "and MPI",
-            RuntimeWarning,
-            stacklevel=4,
+    warning = ""
+    if shared:
+        warning = f"{'; '.join(shared)}: their arrays go through host memory and MPI"
+    elif lacking:
+        reason = told[lacking[0]][2]
+        warning = (
+            f"{format_ranks(lacking)} can't use NCCL ({reason}): arrays go through host memory and MPI on all ranks"
         )
-    return GpuGroup(use_nccl=not shared and not lacking)
+    return GpuGroup(use_nccl=not warning, warning=warning)
 
 
 def _shared_gpus(topology: Topology, uuids: list[str]) -> list[str]:

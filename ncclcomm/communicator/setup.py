@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from ncclcomm.communicator.checks import Control, SoloControl, raise_for, raise_
 from ncclcomm.communicator.engine import Engine
 from ncclcomm.communicator.gpu import GpuGroup, agree_on_gpus
 from ncclcomm.devices.base import DeviceBackend
-from ncclcomm.devices.functions import device as device_context
 from ncclcomm.devices.index import resolve_device
 from ncclcomm.devices.registry import current_backend
 from ncclcomm.errors import ArgumentError, DeviceError
@@ -67,8 +66,8 @@ class Member:
         return ("nccl" if self.gpu.use_nccl else "mpi, staged"), "mpi, staged"
 
     def on_device(self) -> AbstractContextManager[object]:
-        """A context in which this rank's GPU is the current device; virtual devices need none."""
-        return device_context(self.device) if self.backend.name == "cuda" else nullcontext()
+        """A context in which this rank's GPU is the current device."""
+        return self.backend.on_device(self.device)
 
     def engine(self, device: int) -> Engine:
         """What runs collectives on arrays of a device or of host memory; collective on first use of each.
@@ -221,6 +220,9 @@ def _join_mpi(own: Any, device: Any, check: bool | int | None) -> Member:
             control, rank, "init", lambda: _device_for(device, local_rank, backend, settings.share_devices)
         )
         gpu = agree_on_gpus(control, topology, rank, number, backend, share=settings.share_devices)
+        if gpu is not None and gpu.warning:
+            # A program may turn warnings into errors: then all ranks must get it.
+            _together(control, rank, "init", lambda: gpu.warn(rank))
     except Exception:
         mpi.free(own)
         raise

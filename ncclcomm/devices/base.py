@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 __all__ = ["DeviceBackend", "EventImpl", "StreamImpl"]
@@ -94,6 +95,10 @@ class DeviceBackend(ABC):
     @abstractmethod
     def set_device(self, device: int) -> None:
         """Make a valid device number the calling thread's current device."""
+
+    @abstractmethod
+    def on_device(self, device: int) -> AbstractContextManager[object]:
+        """A context in which the device is the current one, where making and copying arrays depends on that."""
 
     @abstractmethod
     def synchronize(self, device: int) -> None:

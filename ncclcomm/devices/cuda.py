@@ -5,6 +5,7 @@ Importing this file imports no CuPy, and asking what is there creates no CUDA co
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ncclcomm.devices.base import DeviceBackend, EventImpl, StreamImpl
@@ -110,8 +111,13 @@ class CudaBackend(DeviceBackend):
         """Make a device the calling thread's current one."""
         self._runtime.setDevice(device)
 
+    def on_device(self, device: int) -> AbstractContextManager[object]:
+        """A context in which the device is the current one."""
+        return self._streams.on_device(device)
+
     def synchronize(self, device: int) -> None:
         """Wait for all streams of the device, and raise the first error of its launched callables."""
+        self._streams.refuse_to_wait_for_itself(device)
         self._streams.translated(self._cupy.cuda.Device(device).synchronize)()
         self._streams.take_error(device)
 

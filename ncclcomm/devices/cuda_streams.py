@@ -10,19 +10,55 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import cupy
-import numpy as np
 from cupy.cuda import runtime
 
 from ncclcomm.devices.base import EventImpl, StreamImpl
 from ncclcomm.devices.elapsed import no_timing, not_complete, not_recorded, two_devices
-from ncclcomm.errors import ArgumentError, BackendUnavailableError, DeviceError
+from ncclcomm.errors import ArgumentError, DeviceError
 
-__all__ = ["CudaEvent", "CudaStream", "OpenedEvent", "hold", "on_device", "take_error", "translated", "using"]
+__all__ = [
+    "CudaEvent",
+    "CudaStream",
+    "OpenedEvent",
+    "errors",
+    "hold",
+    "on_device",
+    "refuse_to_wait_for_itself",
+    "take_error",
+    "translated",
+    "using",
+    "working",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_STREAM_WAIT_GEQ = 0
+errors: dict[tuple[int, int], BaseException] = {}
+"""The first error of the callables launched on a stream (device, handle) since its last synchronisation."""
+
+
+working = threading.local()
+"""In a thread that runs launched callables, `key` is their stream (device, handle)."""
+
+
+def refuse_to_wait_for_itself(device: int, handle: int | None = None) -> None:
+    """Raise in a launched callable that waits for its own stream, or its device (handle None), which waits for it."""
+    key = getattr(working, "key", None)
+    if key is not None and key[0] == device and handle in (None, key[1]):
+        raise DeviceError(
+            f"work launched on a stream of device {device} would wait for itself: it may not wait for that stream"
+        )
+
+
+def take_error(device: int, handle: int | None = None) -> None:
+    """Raise the first error of the callables launched on a stream (None: on any of the device) since the last time."""
+    keys = [key for key in list(errors) if key[0] == device and handle in (None, key[1])]
+    first = [error for error in (errors.pop(key, None) for key in keys) if error is not None]
+    if first:
+        raise DeviceError(
+            f"work launched on a stream of device {device} raised {type(first[0]).__name__}: {first[0]}",
+            name=type(first[0]).__name__,
+        ) from first[0]
 
 
 def translated(func: Callable[P, R]) -> Callable[P, R]:
@@ -44,18 +80,24 @@ def translated(func: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@contextmanager
-def on_device(device: int) -> Iterator[None]:
+class on_device:  # noqa: N801
     """Make a device current inside the block; a default stream's handle means the current device's one."""
-    before = runtime.getDevice()
-    if before == device:
-        yield
-        return
-    runtime.setDevice(device)
-    try:
-        yield
-    finally:
-        runtime.setDevice(before)
+
+    __slots__ = ("_before", "_device")
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        """Switch, if it is another one."""
+        self._before = runtime.getDevice()
+        if self._before != self._device:
+            runtime.setDevice(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        """Switch back."""
+        if self._before != self._device:
+            runtime.setDevice(self._before)
 
 
 @contextmanager
@@ -94,67 +136,18 @@ class CudaStream(StreamImpl):
     @translated
     def synchronize(self) -> None:
         """Wait for all work enqueued so far, and raise the first error of a launched callable since the last time."""
+        refuse_to_wait_for_itself(self.device, self.handle)
         with on_device(self.device):
             self.cupy.synchronize()
-        take_error(self.device, self.handle)
+        if errors:
+            take_error(self.device, self.handle)
 
     @translated
     def launch(self, fn: Callable[..., object], *args: Any) -> None:
-        """Enqueue a Python callable.
+        """Enqueue a Python callable; see cuda_launch."""
+        from ncclcomm.devices import cuda_launch
 
-        A host function would need the interpreter's lock inside the driver. Instead the stream waits on a word of
-        pinned memory, which a thread writes once the work before is done and fn has run.
-        """
-        driver = _driver()
-        with on_device(self.device):
-            reached = cupy.cuda.Event(block=True, disable_timing=True)
-            reached.record(self.cupy)
-            memory = cupy.cuda.alloc_pinned_memory(4)
-            flag: np.ndarray[Any, Any] = np.frombuffer(memory, np.uint32, 1)
-            flag[0] = 0
-            (code,) = driver.cuStreamWaitValue32(self.handle, memory.ptr, 1, _STREAM_WAIT_GEQ)
-            if code != driver.CUresult.CUDA_SUCCESS:
-                raise DeviceError(f"cuStreamWaitValue32 failed: {code.name}", code=int(code), name=code.name)
-        hold(self, memory)
-        threading.Thread(
-            target=_run, args=(self.device, self.handle, reached, flag, fn, args), name="ncclcomm-launch", daemon=True
-        ).start()
-
-
-def _driver() -> Any:
-    """The driver's calls."""
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise BackendUnavailableError(
-            "Stream.launch needs cuda-bindings: pip install 'ncclcomm[cuda13]' or 'ncclcomm[cuda12]'"
-        ) from error
-    return driver
-
-
-_errors: dict[tuple[int, int], BaseException] = {}
-
-
-def _run(device: int, handle: int, reached: Any, flag: Any, fn: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """Run a launched callable once the stream has come to it, and let the stream go on whatever happens."""
-    try:
-        with on_device(device):
-            reached.synchronize()
-        fn(*args)
-    except BaseException as error:
-        _errors.setdefault((device, handle), error)
-    finally:
-        flag[0] = 1
-
-
-def take_error(device: int, handle: int | None = None) -> None:
-    """Raise the first error of the callables launched on a stream (None: on any of the device) since the last time."""
-    keys = [key for key in list(_errors) if key[0] == device and handle in (None, key[1])]
-    first = [error for error in (_errors.pop(key, None) for key in keys) if error is not None]
-    if first:
-        raise DeviceError(
-            f"work launched on a stream of device {device} raised {type(first[0]).__name__}: {first[0]}"
-        ) from first[0]
+        cuda_launch.launch(self, fn, *args)
 
 
 class CudaEvent(EventImpl):

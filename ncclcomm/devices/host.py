@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from ncclcomm.reductions import reduce_into
 __all__ = ["HostBackend", "HostEvent", "HostStream"]
 
 LEAST_PRIORITY, MOST_PRIORITY = 0, -5
+
+_NOTHING = nullcontext()
 
 
 class HostStream(StreamImpl):
@@ -159,6 +162,10 @@ class HostBackend(DeviceBackend):
     def set_device(self, device: int) -> None:
         """Make a device the calling thread's current one."""
         self._current.device = device
+
+    def on_device(self, device: int) -> AbstractContextManager[object]:
+        """A context that does nothing: arrays are made on the device that is named."""
+        return _NOTHING
 
     def synchronize(self, device: int) -> None:
         """Wait for all streams of the device, and raise the first error of their work since the last time."""

@@ -45,13 +45,18 @@ class HostNamespace:
         setattr(self, name, value)
         return value
 
+    @property
+    def __name__(self) -> str:
+        """The name of what is wrapped, such as 'numpy'."""
+        return str(getattr(self._wrapped, "__name__", type(self._wrapped).__name__))
+
     def __dir__(self) -> list[str]:
         """NumPy's names."""
         return dir(self._wrapped)
 
     def __repr__(self) -> str:
         """Name what is wrapped."""
-        return f"<ncclcomm host namespace of {getattr(self._wrapped, '__name__', self._wrapped)!r}>"
+        return f"<ncclcomm host namespace of {self.__name__!r}>"
 
     def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
         """A copy in host memory, as `cupy.asnumpy`."""

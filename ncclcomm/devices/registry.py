@@ -6,10 +6,11 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn, cast
 
 from ncclcomm import config
 from ncclcomm.devices.base import DeviceBackend
-from ncclcomm.errors import BackendUnavailableError
+from ncclcomm.errors import BackendUnavailableError, DeviceError
 
 __all__ = ["current_backend", "use_backend"]
 
@@ -89,10 +90,25 @@ def _host(settings: config.Config) -> DeviceBackend:
     return HostBackend(settings.host_devices, immediate=settings.host_streams == "sync")
 
 
-def _replace_lock() -> None:
-    """In a forked child: a thread of the parent may hold the lock for good."""
-    global _lock
+class _Forked:
+    """What a forked child finds in place of the parent's CUDA backend."""
+
+    name = "cuda"
+
+    def __getattr__(self, call: str) -> NoReturn:
+        """Refuse every call: CUDA can't be used again after a fork, and says so in ways that help nobody."""
+        raise DeviceError(
+            f"{call}: this process was forked from one that had started CUDA, which can't be used on both sides of a "
+            "fork. Start workers with multiprocessing.get_context('spawn'), or fork before the first call of ncclcomm"
+        )
+
+
+def _after_fork() -> None:
+    """In a forked child: a thread of the parent may hold the lock for good, and CUDA is lost."""
+    global _backend, _lock
     _lock = threading.RLock()
+    if _backend is not None and _backend.name == "cuda":
+        _backend = cast("DeviceBackend", _Forked())
 
 
-os.register_at_fork(after_in_child=_replace_lock)
+os.register_at_fork(after_in_child=_after_fork)

@@ -127,7 +127,7 @@ class Stream:
 
         It may run in another thread, and later than this call: read what it writes after a synchronisation. What it
         raises is raised by the stream's or the device's next `synchronize`. It must not itself use streams or wait for
-        them, and should be short.
+        them, and should be short. On CUDA about two dozen can wait for their turn; then this call waits.
 
         Args:
             fn: the callable; what it returns is dropped.

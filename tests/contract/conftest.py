@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ncclcomm.devices import cuda
 from ncclcomm.devices.base import DeviceBackend
 from ncclcomm.devices.host import HostBackend
 from ncclcomm.devices.registry import use_backend
@@ -37,10 +38,18 @@ class Gate:
         self._opened.set()
 
 
-@pytest.fixture(params=["host-sync", "host-async"])
+BACKENDS = ["host-sync", "host-async", *(["cuda"] if cuda.probe()[0] >= 2 else [])]
+"""The CUDA backend joins where there are two GPUs; with one, tests/gpu tests what one can show."""
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[DeviceBackend]:
     """Each backend in turn, in use: at least two devices, all of them idle at the test's start."""
-    chosen = HostBackend(HOST_DEVICES, immediate=request.param == "host-sync")
+    chosen: DeviceBackend
+    if request.param == "cuda":
+        chosen = cuda.CudaBackend()
+    else:
+        chosen = HostBackend(HOST_DEVICES, immediate=request.param == "host-sync")
     with use_backend(chosen):
         yield chosen
 

@@ -38,6 +38,7 @@ __all__ = [
     "environment",
     "every_op",
     "laid_out",
+    "moved",
     "numbers",
     "on",
     "outcomes",
@@ -130,6 +131,15 @@ def average(arrays: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     """The mean of arrays in double precision."""
     wide = np.complex128 if arrays[0].dtype.kind == "c" else np.float64
     return np.asarray(sum(array.astype(wide) for array in arrays) / len(arrays))
+
+
+def moved(kind: str) -> list[np.dtype[Any]]:
+    """The dtypes that a kind of array has: CuPy's arrays hold numbers in native byte order only."""
+    if kind == "numpy" or ncclcomm.xp.__name__ != "cupy":
+        return MOVED
+    return [
+        dtype for dtype in MOVED if dtype.name == "bfloat16" or (dtype.isnative and dtype.char in "?bBhHiIlLqQefdFD")
+    ]
 
 
 def on(comm: Any, kind: str, array: np.ndarray[Any, Any]) -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ncclcomm
-from ranks.expected import KINDS, LAYOUTS, MOVED, SHAPES, Findings, communicator, data, laid_out, on
+from ranks.expected import KINDS, LAYOUTS, SHAPES, Findings, communicator, data, laid_out, moved, on
 
 pytestmark = pytest.mark.mpi
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.mpi
 def test_every_dtype_moves_bit_for_bit_from_every_root(kind: str) -> None:
     with communicator() as comm, Findings() as found:
         for root in range(comm.size):
-            for dtype in MOVED:
+            for dtype in moved(kind):
                 sent = data(root, (5, 2), dtype)
                 mine = on(comm, kind, sent.copy()) if comm.rank == root else None
                 got = comm.broadcast(mine, root=root)

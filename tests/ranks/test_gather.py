@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ncclcomm
-from ranks.expected import KINDS, LAYOUTS, MOVED, Findings, communicator, data, laid_out, on
+from ranks.expected import KINDS, LAYOUTS, Findings, communicator, data, laid_out, moved, on
 
 pytestmark = pytest.mark.mpi
 
@@ -20,7 +20,7 @@ def joined(parts: list[np.ndarray], dim: int = 0) -> np.ndarray:
 def test_every_dtype_to_every_root(kind: str) -> None:
     with communicator() as comm, Findings() as found:
         for root in range(comm.size):
-            for dtype in MOVED:
+            for dtype in moved(kind):
                 parts = [data(rank, (3, 2), dtype) for rank in range(comm.size)]
                 got = comm.gather(on(comm, kind, parts[comm.rank]), root=root)
                 if comm.rank == root:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ranks.expected import KINDS, LAYOUTS, MOVED, Findings, communicator, data, laid_out, on
+from ranks.expected import KINDS, LAYOUTS, Findings, communicator, data, laid_out, moved, on
 
 pytestmark = pytest.mark.mpi
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.mpi
 def test_every_dtype_from_every_root(kind: str) -> None:
     with communicator() as comm, Findings() as found:
         for root in range(comm.size):
-            for dtype in MOVED:
+            for dtype in moved(kind):
                 whole = data(root, (11, 2), dtype)
                 got = comm.scatter(on(comm, kind, whole) if comm.rank == root else None, root=root)
                 chunk = np.array_split(whole, comm.size)[comm.rank]
