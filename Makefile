@@ -15,11 +15,12 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.
 
 # Two installs into one environment must not overlap.
 .NOTPARALLEL:
-.PHONY: help demo test check docs clean python-ok
+.PHONY: help demo test test-cuda check docs clean python-ok
 
 help:
 	@echo 'make demo    train a classifier on $(N) ranks (N=...), in an environment made in .venv'
 	@echo 'make test    run every test, under MPICH and Open MPI (PYTEST_ARGS=...)'
+	@echo 'make test-cuda   that the packages for GPUs report cleanly where there is none (a large download)'
 	@echo 'make check   linter, types, and the rules that tests/style reads out of the code'
 	@echo 'make docs    build the site into site/'
 	@echo 'make clean   remove the environments and everything built'
@@ -33,6 +34,10 @@ test: .venv/.with-test .venv-openmpi/.with-test
 	NCCLCOMM_TEST_PYTHON_OPENMPI="$(CURDIR)/.venv-openmpi/bin/python" \
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
 
+test-cuda: .venv/.with-test .venv-cuda/.with-cuda12
+	NCCLCOMM_TEST_PYTHON_CUDA="$(CURDIR)/.venv-cuda/bin/python" \
+	.venv/bin/python -m pytest tests/unit/test_cuda_without_gpu.py $(PYTEST_ARGS)
+
 check: .venv/.with-dev
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m mypy
@@ -42,7 +47,7 @@ docs: .venv/.with-docs
 	.venv/bin/python -m mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-openmpi build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-openmpi .venv-cuda build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 python-ok:
@@ -55,7 +60,7 @@ python-ok:
 	    echo 'error: $(PYTHON) cannot make environments; run: apt install python3-venv' >&2; exit 1; }
 
 # A stamp in an environment says that a set of packages is in it; a change of the pins or ranges renews it.
-.venv/.made .venv-openmpi/.made: | python-ok
+.venv/.made .venv-openmpi/.made .venv-cuda/.made: | python-ok
 	$(PYTHON) -m venv $(@D)
 	@touch $@
 
@@ -68,6 +73,11 @@ python-ok:
 .venv/.with-%: .venv/.made $(PIN)
 	@echo 'installing ncclcomm[$(EXTRAS)$(EXTRA_GPU)] into $(@D)'
 	@$(@D)/bin/python $(PIP_INSTALL) -e '.[$(EXTRAS)$(EXTRA_GPU)]'
+	@touch $@
+
+.venv-cuda/.with-cuda12: .venv-cuda/.made $(PIN)
+	@echo 'installing ncclcomm[cuda12] into $(@D)'
+	@$(@D)/bin/python $(PIP_INSTALL) -e '.[cuda12]'
 	@touch $@
 
 .venv-openmpi/.with-%: .venv-openmpi/.made $(PIN)

@@ -78,3 +78,32 @@ def test_digits_lose_the_same_as_on_the_host(flavour: Flavour, tmp_path: Path, n
     assert (on_gpu["backend"], on_host["backend"]) == ("cuda", "host")
     assert on_gpu["loss"] == pytest.approx(on_host["loss"], abs=1e-6)
     assert on_gpu["accuracy"] == pytest.approx(on_host["accuracy"], abs=0.01)
+
+
+_ALL_REDUCE = """
+import numpy as np, ncclcomm
+with ncclcomm.init() as comm:
+    print(ncclcomm.to_numpy(comm.all_reduce(ncclcomm.asarray(np.full(3, comm.rank + 1.0)))))
+"""
+
+
+def test_two_ranks_on_one_gpu(flavour: Flavour, tmp_path: Path) -> None:
+    script = tmp_path / "sum.py"
+    script.write_text(_ALL_REDUCE)
+    env = {"NCCLCOMM_DEVICES": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
+    refused = flavour.run(2, [script], env=env, timeout_s=60)
+    assert refused.returncode != 0
+    assert "ranks 0-1 of node 0 share the GPU" in refused.stderr
+    assert "NCCLCOMM_SHARE_DEVICES=1" in refused.stderr
+    shared = flavour.run(2, [script], env={**env, "NCCLCOMM_SHARE_DEVICES": "1"}, timeout_s=60)
+    assert (shared.returncode, shared.stdout.count("[3. 3. 3.]")) == (0, 2), shared.stderr
+    assert shared.stderr.count("RuntimeWarning") == 1, shared.stderr
+
+
+@pytest.mark.gpu(2)
+def test_more_ranks_than_gpus(flavour: Flavour, tmp_path: Path, gpus: int) -> None:
+    script = tmp_path / "sum.py"
+    script.write_text(_ALL_REDUCE)
+    ended = flavour.run(gpus + 1, [script], env={"NCCLCOMM_DEVICES": "cuda"}, timeout_s=60)
+    assert ended.returncode != 0
+    assert f"local rank {gpus} finds {gpus} GPUs visible" in ended.stderr
