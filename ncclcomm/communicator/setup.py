@@ -170,8 +170,11 @@ def _free_dropped(control: Control) -> None:
 
 
 def _new_name(control: Control) -> str:
-    """A name for a new group, the same on its ranks."""
-    return str(control.broadcast_object(uuid.uuid4().hex, 0))
+    """A name for a new group, the same on its ranks.
+
+    Gathered rather than broadcast: MPI may hold a broadcast back until the root's next call, which may be far away.
+    """
+    return str(control.all_gather_object(uuid.uuid4().hex)[0])
 
 
 def join(mpi_comm: Any, device: Any, check: bool | int | None) -> Member:

@@ -104,7 +104,7 @@ def _join_world(device: Any, check: bool | int | None) -> Member:
         ) from error
     size = MPI.COMM_WORLD.Get_size()
     if launch is not None and launch.size > 1 and size == 1:
-        library = MPI.Get_library_version().splitlines()[0].strip("\x00 ")
+        library = " ".join(MPI.Get_library_version().split("\n")[0].strip("\x00").split())
         raise NcclCommError(
             f"{launch.launcher}={launch.size} promises {launch.size} ranks, but MPI sees 1: the launcher doesn't "
             f"belong to the MPI that mpi4py loads ({library}). Start with that MPI's mpiexec, or `ncclcomm run`; "

@@ -128,6 +128,12 @@ class DeviceBackend(ABC):
     def create_event(self, *, timing: bool, blocking: bool, interprocess: bool) -> EventImpl:
         """A new, unrecorded event."""
 
+    def order(self, first: StreamImpl, later: StreamImpl) -> None:
+        """Make later's future work wait for first's present work; streams of any devices."""
+        event = self.create_event(timing=False, blocking=False, interprocess=False)
+        event.record(first)
+        event.wait(later)
+
     @abstractmethod
     def open_event(self, handle: bytes, device: int) -> EventImpl:
         """The event behind an `ipc_handle` of another process of this host."""

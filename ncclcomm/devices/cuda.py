@@ -154,6 +154,10 @@ class CudaBackend(DeviceBackend):
         """A new event."""
         return self._streams.CudaEvent(timing=timing, blocking=blocking, interprocess=interprocess)
 
+    def order(self, first: StreamImpl, later: StreamImpl) -> None:
+        """Make later's future work wait for first's present work."""
+        self._streams.order(self._own(first), self._own(later))
+
     def open_event(self, handle: bytes, device: int) -> EventImpl:
         """The event behind another process's handle."""
         return self._streams.OpenedEvent(handle, device)

@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from ncclcomm.devices.cuda_streams import CudaStream, hold, on_device, using
+from ncclcomm.devices.cuda_streams import CudaStream, hold, on_device, order, using
 from ncclcomm.reductions import ufunc_for
 
 __all__ = ["copy", "is_pinned", "reduce"]
@@ -65,7 +65,7 @@ def _across(dst: Any, src: Any, stream: CudaStream) -> None:
         staged = _empty_like(src)
         own = CudaStream(src.device.id, here)
         _within(staged, src, own)
-        _wait(stream, own)
+        order(own, stream)
         src = staged
     landing = dst if dst.flags.c_contiguous else _empty_like(dst)
     with on_device(stream.device):
@@ -81,15 +81,6 @@ def _empty_like(array: Any) -> Any:
     """A new C-contiguous array on the same device, from its current stream's memory."""
     with on_device(array.device.id):
         return cupy.empty(array.shape, array.dtype)
-
-
-def _wait(later: CudaStream, first: CudaStream) -> None:
-    """Make later's future work wait for first's present work."""
-    with on_device(first.device):
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record(first.cupy)
-    with on_device(later.device):
-        runtime.streamWaitEvent(later.handle, event.ptr)
 
 
 @functools.cache

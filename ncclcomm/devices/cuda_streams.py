@@ -23,6 +23,7 @@ __all__ = [
     "errors",
     "hold",
     "on_device",
+    "order",
     "refuse_to_wait_for_itself",
     "take_error",
     "translated",
@@ -242,7 +243,32 @@ class OpenedEvent(CudaEvent):
         self.device = device
 
 
-_held: queue.SimpleQueue[tuple[Any, tuple[Any, ...]]] = queue.SimpleQueue()
+class _Marks(threading.local):
+    """A thread's events for ordering streams, one a device. A wait keeps the mark it was made for, so one is enough."""
+
+    def __init__(self) -> None:
+        self.events: dict[int, Any] = {}
+
+
+_marks = _Marks()
+
+
+def order(first: CudaStream, later: CudaStream) -> None:
+    """Make later's future work wait for first's present work; streams of any devices."""
+    with on_device(first.device):
+        event = _marks.events.get(first.device)
+        if event is None:
+            event = _marks.events[first.device] = cupy.cuda.Event(disable_timing=True)
+        runtime.eventRecord(event.ptr, first.handle)
+    with on_device(later.device):
+        runtime.streamWaitEvent(later.handle, event.ptr)
+
+
+_spare: dict[int, list[Any]] = {}
+"""Events of the reaper's, by device, to be used again."""
+
+_held: queue.SimpleQueue[tuple[int, Any, tuple[Any, ...]]] = queue.SimpleQueue()
+_MOST_SPARE = 64
 _reaper: threading.Thread | None = None
 _reaper_lock = threading.Lock()
 
@@ -255,9 +281,12 @@ def hold(stream: CudaStream, *objects: Any) -> None:
     """
     global _reaper
     with on_device(stream.device):
-        done = cupy.cuda.Event(block=True, disable_timing=True)
-        done.record(stream.cupy)
-    _held.put((done, objects))
+        try:
+            done = _spare[stream.device].pop()
+        except (KeyError, IndexError):
+            done = cupy.cuda.Event(block=True, disable_timing=True)
+        runtime.eventRecord(done.ptr, stream.handle)
+    _held.put((stream.device, done, objects))
     if _reaper is None:
         with _reaper_lock:
             if _reaper is None:
@@ -268,10 +297,14 @@ def hold(stream: CudaStream, *objects: Any) -> None:
 def _reap() -> None:
     """Drop what is held, each when its work is done."""
     while True:
-        done, objects = _held.get()
+        device, done, objects = _held.get()
         try:
             done.synchronize()
         except runtime.CUDARuntimeError:
             # The device's context is broken, which the next call of the program reports; nothing runs there any more.
             return
-        del done, objects
+        del objects
+        spare = _spare.setdefault(device, [])
+        if len(spare) < _MOST_SPARE:
+            spare.append(done)
+        del done

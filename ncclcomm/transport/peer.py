@@ -92,9 +92,7 @@ class PeerTransport(Transport):
         """Make later's future work wait for first's present work."""
         if first.handle == later.handle and first.device == later.device:
             return
-        event = self.backend.create_event(timing=False, blocking=False, interprocess=False)
-        event.record(first)
-        event.wait(later)
+        self.backend.order(first, later)
 
     def _view(self, array: Any, member: int) -> View:
         """A member's array as a view on its device; beside GPUs a NumPy array is host memory."""

@@ -97,6 +97,7 @@ def test_calls_follow_the_work_queued_before_and_precede_what_comes_after(backen
             got = comm.broadcast(array, devices)
             array.fill(9)
             assert not streams[source].query(), "the host waited"
+        streams[source].synchronize()
         for device, copy in zip(devices, got, strict=True):
             assert ncclcomm.to_numpy(copy).max() == (9 if device == source else 7), (source, device)
 
@@ -113,20 +114,40 @@ def test_the_callers_device_and_streams_stay(backend: CudaBackend, gpus: int) ->
         assert cupy.cuda.get_current_stream().ptr == chosen.handle
 
 
-def test_dropped_inputs_are_held_until_they_are_read(backend: CudaBackend, gpus: int) -> None:
-    """Memory of a dropped array goes to the stream it was allocated on, which here doesn't wait for the copy."""
+def _copy_of_a_dropped_array() -> int:
+    """Copy an array behind a long kernel, drop it, fill new memory of its stream with -1; the least of what arrives.
+
+    The stream of the array's memory is not the current one in the call, so that nothing orders it after the copy.
+    """
     spin = _spin()
-    target = gpus - 1
-    for _ in range(20):
-        array = ncclcomm.asarray(np.full(1 << 20, 5, np.int32), device=0)
-        ncclcomm.synchronize(0)
-        side = ncclcomm.Stream(device=target)
+    own, side = ncclcomm.Stream(device=0), ncclcomm.Stream(device=1)
+    least = 5
+    for turn in range(5):
+        with ncclcomm.stream(own):
+            array = ncclcomm.asarray(np.full(1 << 20, 5, np.int32))
+        own.synchronize()
         with ncclcomm.stream(side):
-            spin((1,), (1,), (LONG // 10,))
-            (got,) = comm.broadcast(array, [target]) if target else (ncclcomm.asarray(array.copy()),)
+            spin((1,), (1,), (LONG if turn else np.int64(1),))
+            (got,) = comm.broadcast(array, [1])
         del array
-        ncclcomm.asarray(np.full(1 << 20, -1, np.int32), device=0)
-        assert ncclcomm.to_numpy(got).min() == 5
+        with ncclcomm.stream(own):
+            ncclcomm.asarray(np.full(1 << 20, -1, np.int32))
+        side.synchronize()
+        least = min(least, int(ncclcomm.to_numpy(got).min()))
+    return least
+
+
+@pytest.mark.gpu(2)
+def test_dropped_inputs_are_held_until_they_are_read(backend: CudaBackend) -> None:
+    assert _copy_of_a_dropped_array() == 5
+
+
+@pytest.mark.gpu(2)
+def test_a_dropped_input_that_is_not_held_is_overwritten(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ncclcomm.devices import cuda_memory
+
+    monkeypatch.setattr(cuda_memory, "hold", lambda stream, *objects: None)
+    assert _copy_of_a_dropped_array() == -1
 
 
 def test_dtypes_that_cupy_lacks(backend: CudaBackend) -> None:

@@ -1,0 +1,172 @@
+"""The batch scripts of slurm/, submitted to a real Slurm: results, statuses, and nothing left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.fake_hosts import Hosts
+from cluster.slurm_fixtures import PMI, ROOT, SCRIPTS, SECONDS, TELL, Slurm, slurm_cluster, told  # noqa: F401
+from flavours import Flavour, find, run_tree
+
+DIGITS = ROOT / "docs" / "examples" / "digits.py"
+STEPS = 40
+SCRIPT_NODES = {"single_node": 1, "multi_node": 2}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the example gives in one process, with no Slurm."""
+    folder = tmp_path_factory.mktemp("alone")
+    env = find("mpich").env({"PYTHONPATH": str(ROOT), "NCCLCOMM_DEVICES": "host"})
+    argv = [find("mpich").python, DIGITS, "--steps", str(STEPS), "--json", "result.json"]
+    ended = run_tree(argv, env=env, cwd=folder, timeout_s=60)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize("script", list(SCRIPT_NODES))
+def test_the_example_gives_what_one_process_gives(
+    slurm: Slurm, flavour: Flavour, script: str, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    nodes = SCRIPT_NODES[script]
+    job = [SCRIPTS / f"{script}.sbatch", DIGITS, "--steps", str(STEPS), "--json", "result.json"]
+    ended = slurm.run(flavour, job, cwd=tmp_path, options=["--ntasks-per-node=2"])
+    assert (ended.state, ended.status) == ("COMPLETED", 0), ended.output
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert abs(result["loss"] - alone["loss"]) < 1e-9
+    assert result["accuracy"] == alone["accuracy"]
+    assert (result["ranks"], result["nodes"], result["backend"]) == (2 * nodes, nodes, "host")
+    assert alone["ranks"] == 1
+    assert f"--mpi={PMI[flavour.name]} " in ended.output
+    assert f"{2 * nodes} ranks on h" in ended.output
+
+
+def test_defaults_reach_the_ranks_of_a_job_that_exports_nothing(slurm: Slurm, flavour: Flavour, tmp_path: Path) -> None:
+    program = tmp_path / "docs" / "examples" / "digits.py"
+    program.parent.mkdir(parents=True)
+    source = "from mpi4py import MPI\nw = MPI.COMM_WORLD\ntell(w.rank, size=w.size, set=dict(os.environ))\n"
+    program.write_text(TELL + source)
+    (tmp_path / ".venv").symlink_to(Path(flavour.python).parents[1])
+    options = ["--export=NONE", "--cpus-per-task=2"]
+    ended = slurm.run(flavour, [SCRIPTS / "multi_node.sbatch"], cwd=tmp_path, options=options)
+    assert (ended.state, ended.status) == ("COMPLETED", 0), ended.output
+    assert [fact["size"] for fact in told(tmp_path)] == [8] * 8
+    assert [fact["host"] for fact in told(tmp_path)] == ["h1"] * 4 + ["h2"] * 4
+    for fact in told(tmp_path):
+        assert fact["set"]["PYTHONUNBUFFERED"] == "1"
+        assert fact["set"]["OMP_NUM_THREADS"] == "2"
+        assert "NCCLCOMM_DEVICES" not in fact["set"]
+
+
+def test_the_kind_of_mpi_can_be_named(slurm: Slurm, tmp_path: Path) -> None:
+    job = [SCRIPTS / "single_node.sbatch", "-c", "print(6 * 7)"]
+    ended = slurm.run(find("mpich"), job, cwd=tmp_path, env={"NCCLCOMM_SRUN_MPI": "carrier_pigeon"})
+    assert (ended.state, ended.status != 0) == ("FAILED", True), ended.output
+    assert "--mpi=carrier_pigeon" in ended.output
+    assert "42" not in ended.output
+
+
+def test_an_environment_that_is_not_there(slurm: Slurm, tmp_path: Path) -> None:
+    job = [SCRIPTS / "single_node.sbatch"]
+    ended = slurm.run(find("mpich"), job, cwd=tmp_path, env={"VENV": str(tmp_path / "nowhere")})
+    assert (ended.state, ended.status) == ("FAILED", 2)
+    assert f"no {tmp_path}/nowhere/bin/python: set VENV" in ended.output
+
+
+def test_an_environment_without_mpi4py(slurm: Slurm, tmp_path: Path) -> None:
+    python = tmp_path / "bare" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho 'No module named mpi4py' >&2\nexit 1\n")
+    python.chmod(0o755)
+    job = [SCRIPTS / "single_node.sbatch"]
+    ended = slurm.run(find("mpich"), job, cwd=tmp_path, env={"VENV": str(tmp_path / "bare")})
+    assert (ended.state, ended.status) == ("FAILED", 1)
+    assert "No module named mpi4py" in ended.output
+    assert "srun" not in ended.output
+
+
+FAILURES = {
+    "raises before it joins": "if os.environ['SLURM_PROCID'] == '1': raise LookupError('lost')\ncomm = ncclcomm.init()",
+    "raises": "comm = ncclcomm.init()\nif comm.rank == 1: raise LookupError('lost')",
+    "exits 7": "comm = ncclcomm.init()\nif comm.rank == 1: print('lost', flush=True); sys.exit(7)",
+    "is killed": "comm = ncclcomm.init()\nif comm.rank == 1: print('lost', flush=True); os.kill(os.getpid(), 9)",
+}
+
+
+@pytest.mark.parametrize("how", list(FAILURES))
+def test_a_rank_that_fails_ends_the_job(slurm: Slurm, flavour: Flavour, how: str, tmp_path: Path) -> None:
+    program = tmp_path / "fails.py"
+    head = "import os, sys, time\nimport ncclcomm\n"
+    program.write_text(f"{head}{FAILURES[how]}\ncomm.barrier()\ncomm.barrier()\nprint('went on')\n")
+    start = time.monotonic()
+    ended = slurm.run(flavour, [SCRIPTS / "multi_node.sbatch", program], cwd=tmp_path, options=["--ntasks-per-node=2"])
+    assert time.monotonic() - start < SECONDS
+    assert ended.state == "FAILED", ended.output
+    assert ended.status != 0
+    assert "lost" in ended.output
+    assert "went on" not in ended.output
+
+
+def test_a_cancelled_job_leaves_nothing(slurm: Slurm, flavour: Flavour, tmp_path: Path) -> None:
+    program = tmp_path / "waits.py"
+    program.write_text(
+        TELL + "import signal, ncclcomm\n"
+        "from mpi4py import MPI\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "comm = ncclcomm.init()\ntell(comm.rank)\n"
+        # Without calls of MPI its last messages might not go out.
+        "while comm.rank == 0: MPI.COMM_WORLD.Iprobe()\n"
+        "comm.barrier()\n"
+    )
+    job = [SCRIPTS / "multi_node.sbatch", program]
+    with slurm.running(flavour, job, cwd=tmp_path, options=["--ntasks-per-node=2"]) as number:
+        end = time.monotonic() + 60
+        while len(list(tmp_path.glob("told-*"))) < 4:
+            assert time.monotonic() < end, slurm.output(number)
+            time.sleep(0.1)
+        start = time.monotonic()
+        slurm.client("scancel", number)
+        ended = slurm.wait(number)
+    assert ended.state == "CANCELLED"
+    assert time.monotonic() - start < SECONDS
+
+
+def test_daemons_listen_in_the_hosts_only(slurm: Slurm) -> None:
+    daemons = slurm.daemons()
+    assert sorted(daemons) == ["pid", "slurmctld.pid", "slurmd.h1.pid", "slurmd.h2.pid"]
+    for name, pid in daemons.items():
+        assert os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"), name
+
+
+@pytest.mark.usefixtures("slurm")
+def test_two_clusters_at_once_and_one_goes(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    other = Slurm(hosts(1))
+    script = tmp_path / "sleeps"
+    script.write_text("#!/bin/sh\nsetsid sleep 1000 &\nsleep 1000\n")
+    job = other.client("sbatch", "--parsable", script, cwd=tmp_path).strip()
+    end = time.monotonic() + 60
+    while other.facts(job)["JobState"] != "RUNNING":
+        assert time.monotonic() < end, other.facts(job)
+        time.sleep(0.1)
+    daemons = other.daemons()
+    other.close()
+    assert not other.folder.exists()
+    assert other.hosts.pids("h1") == []
+    for name, pid in daemons.items():
+        assert not Path(f"/proc/{pid}").exists(), name
+
+
+def test_the_script_says_how_to_use_it() -> None:
+    ended = subprocess.run(
+        [Path(__file__).with_name("slurm.sh"), "sideways"], env={"FH": "/nowhere"}, capture_output=True, text=True
+    )
+    assert ended.returncode == 2
+    assert "up N" in ended.stderr
