@@ -17,6 +17,7 @@ __all__ = ["Config", "Launch", "launched", "load", "slurm_gpus"]
 DEFAULT_HOST_DEVICES = 4
 DEFAULT_CHECKED_CALLS = 64
 DEFAULT_CHUNK_BYTES = 1 << 30
+DEFAULT_STALL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Config:
     """True, False, or how many calls of each communicator are checked (NCCLCOMM_CHECK)."""
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     """Most bytes passed to MPI in one call (NCCLCOMM_CHUNK_BYTES)."""
+    timeout_s: float | None = None
+    """Time limit of a call, in seconds (NCCLCOMM_TIMEOUT_S); None: no limit."""
+    stall_s: float = DEFAULT_STALL_S
+    """Seconds after which a waiting call says once where all ranks are (NCCLCOMM_STALL_S)."""
     share_devices: bool = False
     """Ranks of a node may share a GPU (NCCLCOMM_SHARE_DEVICES)."""
 
@@ -73,9 +78,20 @@ def _parse_ints(name: str, text: str, least: int, example: str) -> tuple[int, ..
 
 def _parse_bytes(name: str, text: str, least: int) -> int:
     """Read a number of bytes."""
-    if not text.isdecimal() or int(text) < least:
-        raise ArgumentError(f"{name}={text!r} is no number of bytes of {least} or more, such as 1048576")
+    if not text.isdecimal() or not least <= int(text) < 2**31:
+        raise ArgumentError(f"{name}={text!r} is no number of bytes from {least} to 2147483647, such as 1048576")
     return int(text)
+
+
+def _parse_seconds(name: str, text: str) -> float:
+    """Read a number of seconds above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ArgumentError(f"{name}={text!r} is no number of seconds above 0, such as 30 or 0.5")
+    return seconds
 
 
 def _parse_choice(name: str, text: str, allowed: tuple[str, ...]) -> str:
@@ -115,6 +131,7 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
         return env.get(name, "").strip()
 
     backend, host_devices = _parse_devices(get("NCCLCOMM_DEVICES") or "auto")
+    timeout, stall = get("NCCLCOMM_TIMEOUT_S"), get("NCCLCOMM_STALL_S")
     sizes, node_map, chunk = get("NCCLCOMM_NODE_SIZE"), get("NCCLCOMM_NODE_MAP"), get("NCCLCOMM_CHUNK_BYTES")
     return Config(
         backend=backend,
@@ -124,6 +141,8 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
         node_map=_parse_ints("NCCLCOMM_NODE_MAP", node_map, 0, "0,1,0,1") if node_map else (),
         check=_parse_check(get("NCCLCOMM_CHECK")) if get("NCCLCOMM_CHECK") else DEFAULT_CHECKED_CALLS,
         chunk_bytes=_parse_bytes("NCCLCOMM_CHUNK_BYTES", chunk, 64) if chunk else DEFAULT_CHUNK_BYTES,
+        timeout_s=_parse_seconds("NCCLCOMM_TIMEOUT_S", timeout) if timeout else None,
+        stall_s=_parse_seconds("NCCLCOMM_STALL_S", stall) if stall else DEFAULT_STALL_S,
         share_devices=_parse_bool("NCCLCOMM_SHARE_DEVICES", get("NCCLCOMM_SHARE_DEVICES") or "0"),
     )
 

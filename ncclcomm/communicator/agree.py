@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ncclcomm.arrays import HOST_MEMORY, View
+from ncclcomm.communicator.board import BOARD
 from ncclcomm.communicator.checks import Statement, compare
-from ncclcomm.errors import ArgumentError, NcclCommError
+from ncclcomm.errors import ArgumentError, CommTimeoutError, NcclCommError
 
 if TYPE_CHECKING:
     from ncclcomm.communicator.communicator import Communicator
 
-__all__ = ["Facts", "agree", "check_root", "facts_of", "memory_of"]
+__all__ = ["Facts", "agree", "check_after_header", "check_root", "facts_of", "memory_of", "wait_for_all"]
 
 T = TypeVar("T")
 
@@ -79,6 +81,7 @@ def agree(
     """
     number = comm._next_call(call)
     if comm.size == 1 or (header == "none" and not comm._is_checked(number)):
+        wait_for_all(comm)
         return _alone(comm, validate)
     failure: Exception | None = None
     try:
@@ -87,11 +90,36 @@ def agree(
     except Exception as error:  # whatever it is, the other ranks must be told before it is raised
         failure = error
         statement = Statement(call, number, error=(type(error).__name__, str(error)))
+    wait_for_all(comm)
     statements = _exchange(comm, statement, header, root)
     compare(statements, comm.topology, comm.rank)
     if failure is not None:
         raise _named(comm, failure) from failure
     return facts.local, [s.own for s in statements]
+
+
+def check_after_header(comm: Communicator, check: Callable[[], None]) -> None:
+    """Run a check of what the header told; unchecked, only this rank may know, and the others go on without it."""
+    if not comm._is_checked(comm._calls - 1):
+        comm._commit()
+    check()
+
+
+def wait_for_all(comm: Communicator) -> None:
+    """Where the call has a time limit, wait until all ranks have come to it, before anything is sent.
+
+    Raises:
+        CommTimeoutError: a rank did not come in time.
+    """
+    entry = comm._entry
+    if entry is None or entry.limit_s is None or comm.size == 1:
+        return
+    if comm._control.barrier_within(entry.limit_s):
+        return
+    report = comm._member.report(entry, f"the time limit of {entry.limit_s:g} s is over")
+    comm._break(report)
+    BOARD.unfinished = True
+    raise CommTimeoutError(report, timeout_s=entry.limit_s)
 
 
 def _alone(comm: Communicator, validate: Callable[[], Facts[T]]) -> tuple[T, list[Mapping[str, Any]]]:
@@ -121,4 +149,6 @@ def _named(comm: Communicator, failure: Exception) -> Exception:
     """The failure with this rank's name in front, in its own class where that class is ours."""
     if not isinstance(failure, NcclCommError) or comm.size == 1:
         return failure
-    return type(failure)(f"{comm.topology.describe(comm.rank)}: {failure}")
+    named = copy.copy(failure)
+    named.args = (f"{comm.topology.describe(comm.rank)}: {failure}",)
+    return named

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ncclcomm.arrays import HOST_MEMORY, View, check_out, view
-from ncclcomm.communicator.agree import Facts, agree, check_root, facts_of
-from ncclcomm.communicator.buffers import settled_flat, target_for
+from ncclcomm.communicator.agree import Facts, agree, check_after_header, check_root, facts_of
+from ncclcomm.communicator.buffers import Target, settled_flat, target_for
 from ncclcomm.communicator.checks import raise_mismatch
 from ncclcomm.errors import ArgumentError
 
@@ -22,7 +22,10 @@ class _Local(NamedTuple):
 
     array: View | None
     root: int
-    header: bool
+    flat: Any
+    """On the root, the array, flat."""
+    target: Target | None
+    """On another rank, what its own array gives, or None where the header must come first."""
 
 
 def broadcast(comm: Communicator, array: Any, root: Any, out: Any) -> Any:
@@ -43,26 +46,28 @@ def broadcast(comm: Communicator, array: Any, root: Any, out: Any) -> Any:
         own = {} if found is None else facts_of(found)
         form = "array (a header goes first)" if header else "out= (no header)"
         same = {"root": rank, "form of the call": form, **({} if header else own)}
-        return Facts(_Local(found, rank, header), same, own)
+        flat = target = None
+        if found is not None and rank == comm.rank:
+            flat = settled_flat(comm, found)
+        elif found is not None:
+            target = target_for(comm, found.data.shape, found.data.dtype, found.device, found)
+        return Facts(_Local(found, rank, flat, target), same, own)
 
     local, facts = agree(comm, "broadcast", validate, "root" if header else "none", root)
     if header:
-        _check_receivers(comm, facts, local.root)
+        check_after_header(comm, lambda: _check_receivers(comm, facts, local.root))
+    comm._commit()
     if comm.rank == local.root:
         assert local.array is not None
-        comm._engine(local.array.device).broadcast(settled_flat(comm, local.array), local.root)
+        comm._engine(local.array.device).broadcast(local.flat, local.root)
         return local.array.obj
-    sent = facts[local.root] if header else facts_of(_given(local.array))
-    device = HOST_MEMORY if sent["memory kind"] == "host memory" else comm.device
-    target = target_for(comm, sent["shape"], sent["dtype"], device, local.array)
+    target = local.target
+    if target is None:
+        sent = facts[local.root]
+        device = HOST_MEMORY if sent["memory kind"] == "host memory" else comm.device
+        target = target_for(comm, sent["shape"], sent["dtype"], device)
     comm._engine(target.near.device).broadcast(target.flat, local.root)
     return target.finish()
-
-
-def _given(array: View | None) -> View:
-    """The array of the form in which every rank passes one."""
-    assert array is not None
-    return array
 
 
 def _check_receivers(comm: Communicator, facts: list[Mapping[str, Any]], root: int) -> None:

@@ -55,7 +55,7 @@ def settle(comm: Communicator, *arrays: View | None) -> None:
 
     GPU arrays need no wait: what touches them is queued on the same stream.
     """
-    if comm._backend.immediate or comm.backend != "host":
+    if comm.backend != "host":
         return
     for device in {array.device for array in arrays if array is not None and array.device != HOST_MEMORY}:
         comm._backend.current_stream(device).synchronize()

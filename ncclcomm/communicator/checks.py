@@ -10,7 +10,7 @@ from ncclcomm import errors
 from ncclcomm.errors import MismatchError, NcclCommError
 from ncclcomm.topology import Topology, format_ranks
 
-__all__ = ["Control", "SoloControl", "Statement", "compare", "group_ranks", "raise_for", "raise_mismatch"]
+__all__ = ["Control", "SoloControl", "Statement", "compare", "group_ranks", "raise_for", "raise_mismatch", "together"]
 
 
 class Control(Protocol):
@@ -21,6 +21,9 @@ class Control(Protocol):
 
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """The root's object on every rank."""
+
+    def barrier_within(self, limit_s: float) -> bool:
+        """True when all ranks have called it; False if that takes longer, and no call can follow then."""
 
 
 class SoloControl:
@@ -33,6 +36,10 @@ class SoloControl:
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """See Control."""
         return obj
+
+    def barrier_within(self, limit_s: float) -> bool:
+        """See Control."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -104,3 +111,20 @@ def raise_for(name: str, message: str) -> NoReturn:
     """Raise the error class of that name."""
     found: Callable[[str], NcclCommError] = getattr(errors, name, NcclCommError)
     raise found(message)
+
+
+def together(control: Control, rank: int, call: str, local: Callable[[], Any]) -> Any:
+    """Do a local step on every rank; if it fails on one, every rank raises."""
+    failure: Exception | None = None
+    value = None
+    try:
+        value = local()
+    except Exception as error:  # the other ranks must be told before it is raised
+        failure = error
+    told = control.all_gather_object(None if failure is None else (type(failure).__name__, str(failure)))
+    if failure is not None:
+        raise failure
+    for other, problem in enumerate(told):
+        if problem is not None:
+            raise_for(problem[0], f"rank {rank}: {call}: rank {other} failed: {problem[1]}")
+    return value

@@ -12,10 +12,12 @@ from ncclcomm.communicator import gather as _gather
 from ncclcomm.communicator import reduce as _reduce
 from ncclcomm.communicator import scatter as _scatter
 from ncclcomm.communicator.agree import Facts, agree
+from ncclcomm.communicator.board import BOARD, Running
+from ncclcomm.communicator.call import Call
 from ncclcomm.communicator.engine import Engine
 from ncclcomm.communicator.explain import explain
 from ncclcomm.communicator.setup import Member, drop, join
-from ncclcomm.errors import ClosedError
+from ncclcomm.errors import AbortedError, ClosedError
 
 __all__ = ["Communicator"]
 
@@ -36,6 +38,8 @@ class Communicator:
         device: this rank's device; None gives the local rank modulo the number of virtual devices, or the GPU of that
             number. It does not become the current device (`ncclcomm.init` does that).
         check: True, False, or how many calls of this communicator are checked; None takes NCCLCOMM_CHECK (default 64).
+        timeout_s: time limit of its calls, in seconds, the same on all ranks; None takes NCCLCOMM_TIMEOUT_S (default:
+            none).
 
     Raises:
         ArgumentError: mpi_comm is no intracommunicator, or no such device.
@@ -44,8 +48,15 @@ class Communicator:
     See: MPI_Comm_dup.
     """
 
-    def __init__(self, mpi_comm: Any = None, *, device: Any = None, check: bool | int | None = None) -> None:
-        self._member: Member = join(mpi_comm, device, check)
+    def __init__(
+        self,
+        mpi_comm: Any = None,
+        *,
+        device: Any = None,
+        check: bool | int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._member: Member = join(mpi_comm, device, check, timeout_s)
         self._take(self._member)
 
     def _take(self, member: Member) -> None:
@@ -65,6 +76,11 @@ class Communicator:
         self._check = member.check
         self._calls = 0
         self._closed = False
+        self._broken = ""
+        """The report of the call that timed out; no further call can be made."""
+        self._timeout_s = member.timeout_s
+        self._entry: Running | None = None
+        self._committed = False
         self._finalizer = weakref.finalize(self, drop, member)
         self._finalizer.atexit = False
 
@@ -80,9 +96,24 @@ class Communicator:
         """Number a call; raise if the communicator is closed."""
         if self._closed:
             raise ClosedError(f"{self.topology.describe(self.rank)}: {call}: this communicator was closed")
+        if self._broken:
+            raise AbortedError(
+                f"{self.topology.describe(self.rank)}: {call}: the ranks may be in any state, so that only close() is "
+                f"left: {self._broken}"
+            )
         number = self._calls
         self._calls += 1
         return number
+
+    def _break(self, why: str) -> None:
+        """Make no further call with this rank's handle, and let the watchdogs of those who wait for it know."""
+        if self.size > 1:
+            self._broken = why
+            BOARD.broken[self._member.name] = (self._calls - 1, why)
+
+    def _commit(self) -> None:
+        """From here on data moves: what fails on this rank alone leaves the others waiting."""
+        self._committed = True
 
     def _is_checked(self, number: int) -> bool:
         """True if the call of that number is checked."""
@@ -96,7 +127,7 @@ class Communicator:
         """A new flat array in the plain form of the memory that `device` means."""
         return self._member.flat(count, dtype, device)
 
-    def broadcast(self, array: Any = None, *, root: int = 0, out: Any = None) -> Any:
+    def broadcast(self, array: Any = None, *, root: int = 0, out: Any = None, timeout_s: float | None = None) -> Any:
         """Give every rank the root's array.
 
         Collective: every rank of the communicator calls it, with the same root, in one of two forms.
@@ -107,6 +138,7 @@ class Communicator:
             root: rank that has the array, 0 <= root < size.
             out: in place of array, on every rank, the root included: arrays of one shape and dtype; the others' are
                 filled with the root's. This form sends no header.
+            timeout_s: time limit in seconds, on all ranks or on none; None takes the communicator's.
 
         Returns:
             On the root its own array; on the others the array filled, or a new C-contiguous one on this rank's device
@@ -116,10 +148,11 @@ class Communicator:
             ArgumentError, UnsupportedError: this rank's arguments are wrong; while calls are checked, on every rank.
             MismatchError: a receiver's array doesn't fit, or ranks disagree on root or form; while calls are checked,
                 on every rank, before data moves.
+            CommTimeoutError: a rank did not come in time; says where every rank is.
 
         See: MPI_Bcast; torch.distributed.broadcast.
         """
-        with self._member.on_device():
+        with Call(self, "broadcast", (array, out), timeout_s):
             return _broadcast.broadcast(self, array, root, out)
 
     def scatter(
@@ -130,6 +163,7 @@ class Communicator:
         chunk_sizes: Iterable[int] | None = None,
         dim: int = 0,
         out: Any = None,
+        timeout_s: float | None = None,
     ) -> Any:
         """Give each rank its own chunk of the root's array.
 
@@ -142,6 +176,7 @@ class Communicator:
                 the same). None splits n as numpy.array_split: the first n % size ranks get one more.
             dim: the dimension to cut; a negative one counts from the last.
             out: an array of this rank's chunk's shape and dtype to fill; each rank may pass one or not.
+            timeout_s: time limit in seconds, on all ranks or on none; None takes the communicator's.
 
         Returns:
             This rank's chunk: out, or a new C-contiguous array on this rank's device (in host memory where the root's
@@ -151,13 +186,16 @@ class Communicator:
             ArgumentError, UnsupportedError: this rank's arguments are wrong; while calls are checked, on every rank.
             MismatchError: ranks disagree, or an out doesn't fit; while calls are checked, on every rank, before data
                 moves.
+            CommTimeoutError: a rank did not come in time; says where every rank is.
 
         See: MPI_Scatterv; torch.distributed.scatter.
         """
-        with self._member.on_device():
+        with Call(self, "scatter", (array, out), timeout_s):
             return _scatter.scatter(self, array, root, chunk_sizes, dim, out)
 
-    def gather(self, array: Any, *, root: int = 0, dim: int = 0, out: Any = None) -> Any:
+    def gather(
+        self, array: Any, *, root: int = 0, dim: int = 0, out: Any = None, timeout_s: float | None = None
+    ) -> Any:
         """Concatenate all ranks' arrays on the root, in rank order.
 
         Collective: every rank of the communicator calls it, with the same root and dim.
@@ -168,6 +206,7 @@ class Communicator:
             root: rank that gets the result, 0 <= root < size.
             dim: the dimension along which the parts are concatenated; a negative one counts from the last.
             out: on the root, an array of the result's shape and dtype to fill; ignored on the others.
+            timeout_s: time limit in seconds, on all ranks or on none; None takes the communicator's.
 
         Returns:
             On the root out, or a new C-contiguous array where its own part is; None on the others.
@@ -175,13 +214,16 @@ class Communicator:
         Raises:
             ArgumentError, UnsupportedError: this rank's arguments are wrong; on every rank.
             MismatchError: ranks disagree on root, dim, dtype or the other dimensions; on every rank, before data moves.
+            CommTimeoutError: a rank did not come in time; says where every rank is.
 
         See: MPI_Gatherv; torch.distributed.gather.
         """
-        with self._member.on_device():
+        with Call(self, "gather", (array,), timeout_s):
             return _gather.gather(self, array, root, dim, out)
 
-    def reduce(self, array: Any, *, op: str = "sum", root: int = 0, out: Any = None) -> Any:
+    def reduce(
+        self, array: Any, *, op: str = "sum", root: int = 0, out: Any = None, timeout_s: float | None = None
+    ) -> Any:
         """Reduce all ranks' arrays, element by element, to the root.
 
         Collective: every rank of the communicator calls it, with the same op, root, shape and dtype.
@@ -191,6 +233,7 @@ class Communicator:
             op: 'sum' (integers wrap; bool is logical or), 'prod', 'min', 'max' (both carry NaN) or 'avg'.
             root: rank that gets the result, 0 <= root < size.
             out: on the root, an array of array's shape and dtype to fill, which may be array itself; ignored elsewhere.
+            timeout_s: time limit in seconds, on all ranks or on none; None takes the communicator's.
 
         Returns:
             On the root out, or a new C-contiguous array where its own input is, in native byte order; None on the
@@ -199,13 +242,14 @@ class Communicator:
         Raises:
             ArgumentError, UnsupportedError: this rank's arguments are wrong; while calls are checked, on every rank.
             MismatchError: ranks disagree; while calls are checked, on every rank, before data moves.
+            CommTimeoutError: a rank did not come in time; says where every rank is.
 
         See: MPI_Reduce; torch.distributed.reduce.
         """
-        with self._member.on_device():
+        with Call(self, "reduce", (array,), timeout_s):
             return _reduce.reduce(self, "reduce", array, op, root, out)
 
-    def reduce_add(self, array: Any, *, root: int = 0, out: Any = None) -> Any:
+    def reduce_add(self, array: Any, *, root: int = 0, out: Any = None, timeout_s: float | None = None) -> Any:
         """Sum all ranks' arrays to the root: `reduce` with op='sum', by the name of the in-process call.
 
         Collective: every rank of the communicator calls it, with the same root, shape and dtype.
@@ -214,19 +258,21 @@ class Communicator:
             array: this rank's array. It is not changed.
             root: rank that gets the sum, 0 <= root < size.
             out: on the root, an array to fill, which may be array itself; ignored on the others.
+            timeout_s: time limit in seconds, on all ranks or on none; None takes the communicator's.
 
         Returns:
             On the root out, or a new C-contiguous array where its own input is; None on the others.
 
         Raises:
             ArgumentError, UnsupportedError, MismatchError: as `reduce`.
+            CommTimeoutError: a rank did not come in time; says where every rank is.
 
         See: MPI_Reduce; torch.cuda.comm.reduce_add.
         """
-        with self._member.on_device():
+        with Call(self, "reduce_add", (array,), timeout_s):
             return _reduce.reduce(self, "reduce_add", array, "sum", root, out)
 
-    def all_reduce(self, array: Any, *, op: str = "sum", out: Any = None) -> Any:
+    def all_reduce(self, array: Any, *, op: str = "sum", out: Any = None, timeout_s: float | None = None) -> Any:
         """Reduce all ranks' arrays, element by element, to every rank.
 
         Collective: every rank of the communicator calls it, with the same op, shape and dtype.
@@ -235,6 +281,7 @@ class Communicator:
             array: this rank's array. It is not changed unless it is out too.
             op: 'sum' (integers wrap; bool is logical or), 'prod', 'min', 'max' (both carry NaN) or 'avg'.
             out: an array of array's shape and dtype to fill, which may be array itself.
+            timeout_s: time limit in seconds, on all ranks or on none; None takes the communicator's.
 
         Returns:
             out, or a new C-contiguous array where the input is, in native byte order, with identical bits on every
@@ -243,21 +290,29 @@ class Communicator:
         Raises:
             ArgumentError, UnsupportedError: this rank's arguments are wrong; while calls are checked, on every rank.
             MismatchError: ranks disagree; while calls are checked, on every rank, before data moves.
+            CommTimeoutError: a rank did not come in time; says where every rank is.
 
         See: MPI_Allreduce; torch.distributed.all_reduce.
         """
-        with self._member.on_device():
+        with Call(self, "all_reduce", (array,), timeout_s):
             return _reduce.all_reduce(self, array, op, out)
 
-    def barrier(self) -> None:
+    def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank of the communicator has called it; it waits for no device's work.
 
         Collective: every rank of the communicator calls it.
 
+        Args:
+            timeout_s: time limit in seconds, as of the other calls.
+
+        Raises:
+            CommTimeoutError: a rank did not come in time.
+
         See: MPI_Barrier; torch.distributed.barrier.
         """
-        agree(self, "barrier", lambda: Facts(None, {}, {}))
-        self._member.barrier()
+        with Call(self, "barrier", (), timeout_s):
+            agree(self, "barrier", lambda: Facts(None, {}, {}))
+            self._member.barrier()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Make a communicator of the ranks that pass the same color.
@@ -276,7 +331,8 @@ class Communicator:
 
         See: MPI_Comm_split.
         """
-        member = self._member.split(self, color, key)
+        with Call(self, "split", (), None):
+            member = self._member.split(self, color, key)
         return None if member is None else Communicator._of(member)
 
     def explain(self, op: str, nbytes: int) -> str:
@@ -297,9 +353,20 @@ class Communicator:
     def close(self) -> None:
         """Give back what the communicator holds; later calls raise ClosedError. MPI itself stays up.
 
-        Collective: every rank of the communicator calls it. Calling it again does nothing.
+        Collective: every rank of the communicator calls it, and it counts as a call: while calls are checked, ranks
+        that are still in another one make all of them raise. Calling it again does nothing. After a CommTimeoutError
+        it only ends the use of this rank's handle.
+
+        Raises:
+            MismatchError: another rank is in another call; on every rank. The communicator stays open.
         """
-        if not self._closed:
+        if self._closed:
+            return
+        if self._broken:
+            self._closed = True
+            return
+        with Call(self, "close", (), None):
+            agree(self, "close", lambda: Facts(None, {}, {}))
             self._closed = True
             self._finalizer.detach()
             self._member.close()
@@ -311,10 +378,11 @@ class Communicator:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close; after an exception only this rank's handle, since the other ranks are elsewhere."""
+        """Close; after an exception only this rank's handle: ranks that wait for this one are told, and end the job."""
         if exc_type is None:
             self.close()
-        else:
+        elif not self._closed:
+            self._break(f"left its `with` block by {exc_type.__name__}: {exc}")
             self._closed = True
 
     def __repr__(self) -> str:

@@ -23,6 +23,7 @@ class _Local(NamedTuple):
     """This rank's arguments."""
 
     array: View
+    flat: Any
     out: View | None
     root: int
     axis: int
@@ -45,7 +46,8 @@ def gather(comm: Communicator, array: Any, root: Any, dim: Any, out: Any) -> Any
             "Pass an out of the result's shape and dtype, or none.",
         )
     sizes = [math.prod(part) for part in shapes]
-    flat = settled_flat(comm, local.array)
+    comm._commit()
+    flat = local.flat
     engine = comm._engine(local.array.device)
     if comm.rank != local.root:
         engine.gather(flat, sizes, None, local.root)
@@ -79,4 +81,4 @@ def _validate(comm: Communicator, array: Any, root: Any, dim: Any, out: Any) -> 
         target = view(out, "gather: out")
         check_out(target, target.data.shape, target.data.dtype, "gather: out", [found])
         own["out"] = (tuple(target.data.shape), target.data.dtype, memory_of(target))
-    return Facts(_Local(found, target, rank, axis), same, own)
+    return Facts(_Local(found, settled_flat(comm, found), target, rank, axis), same, own)

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ncclcomm.communicator.checks import Control, raise_mismatch
+from ncclcomm.communicator.checks import Control, raise_mismatch, together
 from ncclcomm.communicator.engine import Engine
 from ncclcomm.devices.base import DeviceBackend
 from ncclcomm.errors import BackendUnavailableError, DeviceError
@@ -55,26 +55,47 @@ class GpuGroup:
 
         def staged(comm: Any) -> Transport:
             inner = mpi.MpiTransport(comm, member.chunk_bytes)
-            return StagedTransport(inner, copy, wait, backend.empty_pinned, min(_STAGING_BYTES, member.chunk_bytes))
+            nbytes = min(_STAGING_BYTES, member.chunk_bytes)
+            return StagedTransport(inner, copy, wait, backend.empty_pinned, nbytes)
 
+        def leaders() -> Transport | None:
+            return None if across is None else staged(across)
+
+        # Each step may fail on one rank alone, for want of memory say: then all ranks get the error.
         node, local_rank = member.topology.locate(member.rank)
         own = mpi.split(member.mpi_comm, node, local_rank)
-        size = len(member.topology.ranks_of[node])
-        intra = _connect(own, size, local_rank, device) if self.use_nccl else staged(own)
+        across = mpi.split(member.mpi_comm, 0 if local_rank == 0 else None, node)
+        if self.use_nccl:
+            intra = _connect(member, own, local_rank)
+        else:
+            intra = together(member.control, member.rank, "first use", lambda: staged(own))
         inter = None
         if member.topology.num_nodes > 1:
-            leaders = mpi.split(member.mpi_comm, 0 if local_rank == 0 else None, node)
-            inter = None if leaders is None else staged(leaders)
+            inter = together(member.control, member.rank, "first use", leaders)
+        elif across is not None:
+            mpi.free(across)
         return Engine(member.topology, member.rank, intra, inter, empty)
 
 
-def _connect(comm: Any, size: int, local_rank: int, device: int) -> Transport:
-    """NCCL among the ranks of an MPI communicator, which it frees."""
+def _connect(member: Member, comm: Any, local_rank: int) -> Transport:
+    """NCCL among the ranks of a node's MPI communicator, which it frees."""
     from ncclcomm.transport import mpi, nccl
 
-    unique_id = mpi.MpiControl(comm).broadcast_object(nccl.new_unique_id() if local_rank == 0 else None, 0)
-    transport = nccl.NcclTransport(unique_id, size, local_rank, device)
-    mpi.free(comm)
+    def unique_id() -> Any:
+        return nccl.new_unique_id() if local_rank == 0 else None
+
+    try:
+        made = together(member.control, member.rank, "first use", unique_id)
+        shared = mpi.MpiControl(comm).broadcast_object(made, 0)
+        size = comm.Get_size()
+        transport: Transport = together(
+            member.control,
+            member.rank,
+            "first use",
+            lambda: nccl.NcclTransport(shared, size, local_rank, member.device),
+        )
+    finally:
+        mpi.free(comm)
     return transport
 
 
@@ -101,8 +122,8 @@ def agree_on_gpus(
     """
     if backend.name != "cuda":
         return None
-    version, reason = _nccl_version()
-    told = control.all_gather_object((backend.uuid(device), version, reason))
+    mine = together(control, rank, "init", lambda: (backend.uuid(device), *_nccl_version()))
+    told = control.all_gather_object(mine)
     shared = _shared_gpus(topology, [uuid for uuid, _, _ in told])
     if shared and not share:
         raise DeviceError(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ncclcomm.arrays import View, check_out, view
+from ncclcomm.arrays import check_out, view
 from ncclcomm.communicator.agree import Facts, agree, check_root, facts_of, memory_of
 from ncclcomm.communicator.buffers import Target, settled_flat, target_for
 from ncclcomm.errors import ArgumentError
@@ -21,11 +21,12 @@ __all__ = ["all_reduce", "reduce"]
 class _Local(NamedTuple):
     """This rank's arguments."""
 
-    array: View
-    out: View | None
+    device: int
+    flat: Any
+    """The input, flat, in native byte order."""
+    target: Target | None
+    """Where this rank's result goes."""
     root: int
-    dtype: Any
-    """The dtype of the result: the input's in native byte order."""
 
 
 _EVERY_RANK = object()
@@ -47,13 +48,11 @@ def _validate(comm: Communicator, call: str, array: Any, op: Any, root: Any, out
     same = {"op": op, **facts_of(found)}
     if root is not _EVERY_RANK:
         same["root"] = rank
-    return Facts(_Local(found, target, rank, dtype), same, {})
-
-
-def _input(comm: Communicator, local: _Local) -> Any:
-    """This rank's elements, flat, in native byte order."""
-    flat = settled_flat(comm, local.array)
-    return flat if flat.dtype == local.dtype else flat.astype(local.dtype)
+    flat = settled_flat(comm, found)
+    if flat.dtype != dtype:
+        flat = flat.astype(dtype)
+    goal = target_for(comm, found.data.shape, dtype, found.device, target) if rank == comm.rank else None
+    return Facts(_Local(found.device, flat, goal, rank), same, {})
 
 
 def _finish(comm: Communicator, target: Target, op: str) -> Any:
@@ -67,21 +66,16 @@ def _finish(comm: Communicator, target: Target, op: str) -> Any:
 def reduce(comm: Communicator, call: str, array: Any, op: Any, root: Any, out: Any) -> Any:
     """See Communicator.reduce."""
     local, _ = agree(comm, call, lambda: _validate(comm, call, array, op, root, out))
-    transport_op = "sum" if op == "avg" else op
-    flat = _input(comm, local)
-    engine = comm._engine(local.array.device)
-    if comm.rank != local.root:
-        engine.reduce(flat, None, transport_op, local.root)
-        return None
-    target = target_for(comm, local.array.data.shape, local.dtype, local.array.device, local.out)
-    engine.reduce(flat, target.flat, transport_op, local.root)
-    return _finish(comm, target, op)
+    comm._commit()
+    out_flat = None if local.target is None else local.target.flat
+    comm._engine(local.device).reduce(local.flat, out_flat, "sum" if op == "avg" else op, local.root)
+    return None if local.target is None else _finish(comm, local.target, op)
 
 
 def all_reduce(comm: Communicator, array: Any, op: Any, out: Any) -> Any:
     """See Communicator.all_reduce."""
     local, _ = agree(comm, "all_reduce", lambda: _validate(comm, "all_reduce", array, op, _EVERY_RANK, out))
-    flat = _input(comm, local)
-    target = target_for(comm, local.array.data.shape, local.dtype, local.array.device, local.out)
-    comm._engine(local.array.device).all_reduce(flat, target.flat, "sum" if op == "avg" else op)
-    return _finish(comm, target, op)
+    comm._commit()
+    assert local.target is not None
+    comm._engine(local.device).all_reduce(local.flat, local.target.flat, "sum" if op == "avg" else op)
+    return _finish(comm, local.target, op)

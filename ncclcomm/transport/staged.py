@@ -76,35 +76,43 @@ class StagedTransport(Transport):
                 self.inner.broadcast([self._down(chunk)], root)
                 continue
             host = self._host(chunk.size, chunk.dtype)
-            # The stream may still be reading what an earlier call of the caller put into this array.
             self.inner.broadcast([host], root)
             self._up(chunk, host)
 
     def scatter(self, parts: Sequence[Any] | None, outs: Sequence[Any], root: int) -> None:
         """See Transport.scatter."""
         if parts is None:
-            host = self._host(outs[0].size, outs[0].dtype)
-            self.inner.move(None, host, root, self._me)
-            self._up(outs[0], host)
+            self._receive(outs[0], root)
             return
         for member, part in enumerate(parts):
             if member != root:
-                self.inner.move(self._down(part), None, root, member)
+                self._send(part, member)
         if parts[root] is not outs[0]:
             self._copy(outs[0], parts[root])
 
     def gather(self, arrays: Sequence[Any], parts: Sequence[Any] | None, root: int) -> None:
         """See Transport.gather."""
         if parts is None:
-            self.inner.move(self._down(arrays[0]), None, self._me, root)
+            self._send(arrays[0], root)
             return
         for member, part in enumerate(parts):
             if member != root:
-                host = self._host(part.size, part.dtype)
-                self.inner.move(None, host, member, root)
-                self._up(part, host)
+                self._receive(part, member)
         if parts[root] is not arrays[0]:
             self._copy(parts[root], arrays[0])
+
+    def _send(self, array: Any, dest: int) -> None:
+        """Send an array, piece by piece."""
+        for part in self._steps(array):
+            self.inner.move(self._down(array[part]), None, self._me, dest)
+
+    def _receive(self, out: Any, source: int) -> None:
+        """Receive an array in the pieces in which it is sent: it has the same length and dtype there."""
+        for part in self._steps(out):
+            piece = out[part]
+            host = self._host(piece.size, piece.dtype)
+            self.inner.move(None, host, source, self._me)
+            self._up(piece, host)
 
     def reduce(self, arrays: Sequence[Any], outs: Sequence[Any | None], op: str, root: int) -> None:
         """See Transport.reduce."""
@@ -124,12 +132,9 @@ class StagedTransport(Transport):
     def move(self, array: Any | None, out: Any | None, source: int, dest: int) -> None:
         """See Transport.move."""
         if self._me == source:
-            self.inner.move(self._down(array), None, source, dest)
+            self._send(array, dest)
         else:
-            assert out is not None
-            host = self._host(out.size, out.dtype)
-            self.inner.move(None, host, source, dest)
-            self._up(out, host)
+            self._receive(out, source)
 
     def barrier(self) -> None:
         """See Transport.barrier."""

@@ -124,3 +124,36 @@ def test_values_that_make_no_sense(name: str, value: str) -> None:
     assert last.startswith("ncclcomm.errors.ArgumentError"), ended.stderr
     assert name in last
     assert value in last
+
+
+def test_numpy_results_are_there_when_a_call_returns_with_streams_that_run_later() -> None:
+    ended = run(
+        """
+        import numpy as np
+        import ncclcomm
+        comm = ncclcomm.init()
+        for turn in range(5):
+            x = np.full((1 << 20, 2), turn + 1.0)[:, 0]
+            out = np.zeros((1 << 20, 2))[:, 1]
+            for got in (comm.all_reduce(x), comm.reduce(x, op="avg"), comm.gather(x), comm.scatter(x)):
+                assert (got == turn + 1).all(), turn
+            assert (comm.all_reduce(x, out=out) == turn + 1).all()
+        """,
+        {"NCCLCOMM_HOST_STREAMS": "async"},
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_init_again_with_another_device_is_refused() -> None:
+    ended = run(
+        """
+        import ncclcomm
+        first = ncclcomm.init(device=1)
+        assert ncclcomm.init() is first and ncclcomm.init(device=1) is first
+        try:
+            ncclcomm.init(device=2)
+        except ncclcomm.ArgumentError as error:
+            print(error)
+        """
+    )
+    assert "joined with device 1" in ended.stdout, ended.stderr

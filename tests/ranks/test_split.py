@@ -144,6 +144,15 @@ def test_colors_and_keys_that_are_no_numbers(color: Any, key: Any) -> None:
             rejected(comm, found, lambda keep, mine=mine: comm.split(*mine), ArgumentError, what, [f"rank {odd}"])
 
 
+def test_colors_and_keys_beyond_what_mpi_takes() -> None:
+    with communicator() as comm, Findings() as found:
+        part = comm.split(2**40 + comm.rank % 2, key=-(2**35) * comm.rank)
+        wanted = [rank for rank in reversed(range(comm.size)) if rank % 2 == comm.rank % 2]
+        found.holds(part.size == len(wanted) and part.rank == wanted.index(comm.rank), f"{part}, want {wanted}")
+        every_op(part, found)
+        part.close()
+
+
 @pytest.mark.parametrize("bad", [3, "world", [1, 2], object()], ids=["number", "text", "list", "object"])
 def test_what_is_no_mpi_communicator(bad: Any) -> None:
     with pytest.raises(ArgumentError, match="communicator"):

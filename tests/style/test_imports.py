@@ -39,6 +39,8 @@ DOORS = {
         "transport/peer.py",
         "transport/nccl.py",  # the process's one lock around NCCL's groups
         "communicator/watchdog",
+        "communicator/board",  # names of threads
+        "communicator/exits",  # their excepthook
         "communicator/progress",
         "communicator/world.py",  # a lock around the one world, and the excepthook of threads
         "launcher/",

@@ -108,6 +108,8 @@ class Told:
         self.answers = answers
 
     def all_gather_object(self, obj: Any) -> list[Any]:
+        if obj is None:  # nothing failed
+            return [None] * len(self.answers)
         assert obj in self.answers
         return self.answers
 

@@ -1,0 +1,96 @@
+"""What this process is doing in which communicator, for its watchdog to tell the others."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+__all__ = ["BOARD", "Board", "Running", "describe_call", "where_is_main_thread"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclass
+class Running:
+    """A call that a thread is in."""
+
+    group: str
+    """Name of the communicator, the same on its ranks."""
+    call: str
+    number: int
+    arguments: tuple[Any, ...]
+    """What describe_call looks at, if anybody asks."""
+    limit_s: float | None
+    since_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class Board:
+    """One process's state; its own threads write it, the watchdog reads it."""
+
+    running: dict[int, Running] = field(default_factory=dict)
+    """By thread."""
+    last: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """By communicator: the call that ended last, and its number."""
+    broken: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By communicator that this rank can't go on with: the number of its next call, and why."""
+    unfinished: bool = False
+    """MPI has an operation of ours that was given up, so that it can't be finalised."""
+    leaving: str = ""
+    """Why this process makes no further call."""
+
+    def enter(self, entry: Running) -> None:
+        """Say that this thread is in a call."""
+        self.running[threading.get_ident()] = entry
+
+    def leave(self, entry: Running) -> None:
+        """Say that it has left it."""
+        self.running.pop(threading.get_ident(), None)
+        self.last[entry.group] = (entry.call, entry.number)
+
+    def state(self) -> dict[str, Any]:
+        """Everything, in plain values."""
+        now = time.monotonic()
+        return {
+            "running": [
+                {
+                    "group": entry.group,
+                    "call": entry.call,
+                    "number": entry.number,
+                    "detail": describe_call(entry.arguments),
+                    "for_s": now - entry.since_s,
+                }
+                for entry in list(self.running.values())
+            ],
+            "last": dict(self.last),
+            "broken": dict(self.broken),
+            "leaving": self.leaving,
+            "line": where_is_main_thread(),
+        }
+
+
+BOARD = Board()
+"""This process's."""
+
+
+def describe_call(arguments: tuple[Any, ...]) -> str:
+    """The first array among a call's arguments, in words; '' where there is none."""
+    for value in arguments:
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return f"shape {tuple(value.shape)}, {value.dtype}"
+    return ""
+
+
+def where_is_main_thread() -> str:
+    """The line of the user's program that the main thread is on, as `train.py:45 in step`."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    if frame is None:
+        return "no line of the program"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

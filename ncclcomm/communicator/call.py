@@ -1,0 +1,38 @@
+"""A call of a communicator while it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ncclcomm.communicator.board import BOARD, Running
+
+if TYPE_CHECKING:
+    from ncclcomm.communicator.communicator import Communicator
+
+__all__ = ["Call"]
+
+
+class Call:
+    """A call in progress: what the watchdogs tell of it, and the rank's GPU as the current device."""
+
+    __slots__ = ("_comm", "_device", "_entry")
+
+    def __init__(self, comm: Communicator, call: str, arguments: tuple[Any, ...], timeout_s: float | None) -> None:
+        self._comm = comm
+        limit_s = comm._timeout_s if timeout_s is None else timeout_s
+        self._entry = Running(comm._member.name, call, comm._calls, arguments, limit_s)
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._comm._entry = self._entry
+        self._comm._committed = False
+        self._device = self._comm._member.on_device()
+        self._device.__enter__()
+        BOARD.enter(self._entry)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        """End; a call that failed here alone leaves the communicator unusable."""
+        BOARD.leave(self._entry)
+        self._device.__exit__(kind, error, traceback)
+        if kind is not None and self._comm._committed:
+            self._comm._break(f"{self._entry.call} failed on this rank while data moved: {kind.__name__}: {error}")

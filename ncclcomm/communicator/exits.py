@@ -1,0 +1,105 @@
+"""What happens when this process leaves while other ranks may wait for it."""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import os
+import stat
+import sys
+import termios
+import threading
+import time
+from types import TracebackType
+from typing import Any, TextIO
+
+from ncclcomm.communicator.board import BOARD
+
+__all__ = ["guard_exit"]
+
+_READ_WITHIN_S = 1.0
+
+_guarded: set[int] = set()
+
+
+def guard_exit(mpi: Any) -> None:
+    """Make an uncaught exception end all ranks, and tell the watchdogs when this process ends; once a process.
+
+    Args:
+        mpi: the module mpi4py.MPI.
+    """
+    if os.getpid() in _guarded:
+        return
+    _guarded.add(os.getpid())
+    _end_the_job_on_exceptions(mpi)
+    # mpi4py finalises MPI when the interpreter is gone, and with it the watchdog that can tell of this rank.
+    atexit.register(_leave, mpi)
+
+
+def _wait_until_read(stream: TextIO) -> None:
+    """Wait, a second at most, until the launcher has read what was written to it: an abort can overtake it."""
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = stream.fileno()
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return
+        deadline = time.monotonic() + _READ_WITHIN_S
+        unread = array.array("i", [1])
+        while unread[0] and time.monotonic() < deadline:
+            fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+            time.sleep(0.005)
+
+
+def _abort(mpi: Any) -> None:
+    """End all ranks, once what was written is read."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+            _wait_until_read(stream)
+    if not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(1)
+    # MPICH's MPI_Abort can return to the caller.
+    os._exit(1)
+
+
+def _end_the_job_on_exceptions(mpi: Any) -> None:
+    """Install hooks for the main thread and the others; a notebook has its own and goes on after an exception."""
+    if "ipykernel" in sys.modules:
+        return
+    shown, shown_of_threads = sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        BOARD.leaving = f"raised {kind.__name__}: {error}"
+        shown(kind, error, traceback)
+        _abort(mpi)
+
+    def thread_hook(raised: threading.ExceptHookArgs) -> None:
+        shown_of_threads(raised)
+        if raised.exc_type is not SystemExit:
+            BOARD.leaving = f"raised {raised.exc_type.__name__} in a thread: {raised.exc_value}"
+            _abort(mpi)
+
+    sys.excepthook = hook
+    threading.excepthook = thread_hook
+
+
+def _leave(mpi: Any) -> None:
+    """At exit: tell who asks, and end MPI while there still is a watchdog to answer."""
+    BOARD.leaving = "its program has ended"
+    if mpi.Is_finalized():
+        return
+    if BOARD.unfinished:
+        # MPI_Finalize would wait for what will never come.
+        _abort(mpi)
+    _finalize(mpi)
+
+
+def _finalize(mpi: Any) -> None:
+    """End MPI, which may wait for the other ranks; mpi4py would hold the interpreter from the watchdog meanwhile."""
+    try:
+        finalize = ctypes.CDLL(mpi.__file__).MPI_Finalize
+    except (OSError, AttributeError):
+        finalize = mpi.Finalize
+    finalize()

@@ -1,0 +1,265 @@
+"""A thread in every rank that answers what its rank is doing, and asks the others when a call of its own takes long.
+
+Ranks talk over TCP sockets whose addresses are exchanged when a communicator is made, never over MPI, so that they can
+talk while MPI waits. A watchdog ends the job where waiting makes no sense: a rank that the call needs has left or
+died, or the call's time limit is over. It tells where everybody is where a call only takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ncclcomm.communicator.board import BOARD, Running
+from ncclcomm.topology import Topology, format_ranks
+
+__all__ = ["Address", "Group", "Watchdog", "watchdog"]
+
+FIRST_LOOK_S = 1.0
+"""Age of a call at which the other ranks are asked for the first time; later looks come at twice the age."""
+
+MOST_BETWEEN_LOOKS_S = 5.0
+CONFIRM_S = 0.5
+"""A rank that seems gone is asked again after this time: it may just have finished the call."""
+
+ANSWER_S = 2.0
+"""How long a rank has to answer."""
+
+YIELD_S = 3.0
+"""How long a waiting rank leaves it to a lower one to report and end the job."""
+
+DIED = "died"
+SILENT = "silent"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank's watchdog listens."""
+
+    host: str
+    """Which host it is on: boot and network, so that only processes that share both use the loopback address."""
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """A communicator as a watchdog knows it."""
+
+    name: str
+    topology: Topology
+    rank: int
+    addresses: tuple[Address, ...]
+
+
+def _host_identity() -> str:
+    """What processes share that reach each other over the loopback address."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+
+
+def _addresses() -> tuple[str, ...]:
+    """This host's IPv4 addresses, the loopback ones last."""
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return tuple(sorted(found, key=lambda address: address.startswith("127.")))
+
+
+class Watchdog:
+    """This process's watchdog.
+
+    Args:
+        end_job: ends all ranks with a status; it may return, and this process then ends itself.
+    """
+
+    def __init__(self, end_job: Callable[[int], None]) -> None:
+        self._end_job = end_job
+        self._socket = socket.create_server(("", 0), backlog=128)
+        self.address = Address(_host_identity(), _addresses(), self._socket.getsockname()[1], secrets.token_hex(8))
+        self.groups: dict[str, Group] = {}
+        self.stall_s: float = 60.0
+        self._looks: dict[int, tuple[float, float, frozenset[int]]] = {}
+        self._told: set[int] = set()
+        self._pid = os.getpid()
+        threading.Thread(target=self._serve, name="ncclcomm-watchdog-serve", daemon=True).start()
+        threading.Thread(target=self._watch, name="ncclcomm-watchdog", daemon=True).start()
+
+    def _serve(self) -> None:
+        """Answer the others."""
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with contextlib.suppress(OSError, ValueError), connection:
+                connection.settimeout(ANSWER_S)
+                if connection.recv(64).decode().strip() == self.address.token:
+                    connection.sendall(json.dumps(BOARD.state()).encode() + b"\n")
+
+    def _watch(self) -> None:
+        """Look at this process's calls for ever."""
+        while os.getpid() == self._pid:
+            time.sleep(0.25)
+            for entry in list(BOARD.running.values()):
+                group = self.groups.get(entry.group)
+                if group is not None:
+                    self._look(entry, group)
+
+    def _look(self, entry: Running, group: Group) -> None:
+        """Ask the other ranks, when it is time, and act on what they say."""
+        age_s = time.monotonic() - entry.since_s
+        due_s, _, _ = self._looks.get(id(entry), (FIRST_LOOK_S, 0.0, frozenset()))
+        late = entry.limit_s is not None and age_s > entry.limit_s + CONFIRM_S
+        if age_s < due_s and not late:
+            return
+        answers = self.ask(group)
+        if BOARD.running.get(next((t for t, e in list(BOARD.running.items()) if e is entry), 0)) is not entry:
+            self._looks.pop(id(entry), None)
+            return
+        gone = _gone(entry, answers)
+        if late:
+            self._end(entry, group, answers, f"the time limit of {entry.limit_s:g} s is over")
+        if gone:
+            _, _, before = self._looks.get(id(entry), (0.0, 0.0, frozenset()))
+            if gone & before:
+                self._end(entry, group, answers, f"{format_ranks(sorted(gone))} will not come")
+            self._looks[id(entry)] = (age_s + CONFIRM_S, age_s, frozenset(gone))
+            return
+        if age_s > self.stall_s and id(entry) not in self._told:
+            self._told.add(id(entry))
+            if min(_same(entry, answers) | {group.rank}) == group.rank:
+                print(self.report(entry, group, answers, "still waiting"), file=sys.stderr, flush=True)
+        self._looks[id(entry)] = (min(2 * age_s, age_s + MOST_BETWEEN_LOOKS_S), age_s, frozenset())
+
+    def _end(self, entry: Running, group: Group, answers: Sequence[Any], why: str) -> None:
+        """Report, once in the job, and end it."""
+        first = min(_same(entry, answers) | {group.rank})
+        if first != group.rank:
+            time.sleep(YIELD_S)
+        text = self.report(entry, group, answers, why)
+        os.write(2, (text + "\n").encode())
+        self._end_job(1)
+        os._exit(1)
+
+    def ask(self, group: Group) -> list[Any]:
+        """Every rank's state; DIED where nothing listens any more, SILENT where nobody answers in time."""
+        with ThreadPoolExecutor(min(32, len(group.addresses))) as pool:
+            return list(pool.map(self._ask_one, group.addresses))
+
+    def _ask_one(self, address: Address) -> Any:
+        """One rank's state."""
+        if address == self.address:
+            return BOARD.state()
+        local = address.host == self.address.host
+        refused = False
+        for host in ("127.0.0.1",) if local else address.addresses:
+            try:
+                with socket.create_connection((host, address.port), timeout=ANSWER_S) as connection:
+                    connection.sendall(address.token.encode() + b"\n")
+                    with connection.makefile("rb") as lines:
+                        line = lines.readline()
+                if line:
+                    return json.loads(line)
+            except ConnectionRefusedError:
+                refused = True
+            except (OSError, ValueError):
+                continue
+        return DIED if refused else SILENT
+
+    def report(self, entry: Running, group: Group, answers: Sequence[Any], why: str) -> str:
+        """Where every rank of the group is, in words."""
+        from ncclcomm.communicator.board import describe_call
+
+        detail = describe_call(entry.arguments)
+        waited_s = time.monotonic() - entry.since_s
+        lines = [
+            f"ncclcomm: {group.topology.describe(group.rank)}: waited {waited_s:.0f} s in {entry.call} (call "
+            f"{entry.number}{', ' + detail if detail else ''}): {why}"
+        ]
+        same = sorted(_same(entry, answers) | {group.rank})
+        lines.append(f"  in this call: {format_ranks(same)}")
+        for rank, answer in enumerate(answers):
+            if rank not in same:
+                lines.append(f"  rank {rank}: {_elsewhere(entry, answer)}")
+        return "\n".join(lines)
+
+
+def _same(entry: Running, answers: Sequence[Any]) -> set[int]:
+    """Ranks that are in the same call."""
+    return {
+        rank
+        for rank, answer in enumerate(answers)
+        if isinstance(answer, dict)
+        and any(
+            r["group"] == entry.group and r["call"] == entry.call and r["number"] == entry.number
+            for r in answer["running"]
+        )
+    }
+
+
+def _gone(entry: Running, answers: Sequence[Any]) -> set[int]:
+    """Ranks that the call needs and that will not make it: they died, or are leaving without it."""
+    found = set()
+    for rank, answer in enumerate(answers):
+        if answer == DIED:
+            found.add(rank)
+        elif isinstance(answer, dict):
+            _, number = answer["last"].get(entry.group, ("", -1))
+            broken_at, _ = answer["broken"].get(entry.group, (entry.number + 1, ""))
+            if broken_at <= entry.number or (answer["leaving"] and number < entry.number):
+                found.add(rank)
+    return found
+
+
+def _elsewhere(entry: Running, answer: Any) -> str:
+    """What a rank that is not in the call is doing."""
+    if answer == DIED:
+        return "its process has ended"
+    if answer == SILENT:
+        return "does not answer (stopped, or cut off)"
+    words = []
+    for running in answer["running"]:
+        detail = f", {running['detail']}" if running["detail"] else ""
+        words.append(f"in {running['call']} (call {running['number']}{detail}) for {running['for_s']:.0f} s")
+    if not words:
+        call, number = answer["last"].get(entry.group, ("", -1))
+        words.append(f"last finished {call} (call {number})" if number >= 0 else "has finished no call")
+    if entry.group in answer["broken"]:
+        words.append(f"can't go on: {answer['broken'][entry.group][1]}")
+    if answer["leaving"]:
+        words.append(answer["leaving"])
+    words.append(f"at {answer['line']}")
+    return ", ".join(words)
+
+
+_watchdog: Watchdog | None = None
+_lock = threading.Lock()
+
+
+def watchdog(end_job: Callable[[int], None]) -> Watchdog:
+    """This process's watchdog, started at the first use; a forked child starts its own."""
+    global _watchdog
+    with _lock:
+        if _watchdog is None or _watchdog._pid != os.getpid():
+            _watchdog = Watchdog(end_job)
+        return _watchdog
