@@ -116,10 +116,11 @@ def wait_for_all(comm: Communicator) -> None:
         return
     if comm._control.barrier_within(entry.limit_s):
         return
-    report = comm._member.report(entry, f"the time limit of {entry.limit_s:g} s is over")
+    limit_s, entry.limit_s = entry.limit_s, None  # told here, not by the watchdog
+    report = comm._member.report(entry, f"the time limit of {limit_s:g} s is over")
     comm._break(report)
     BOARD.unfinished = True
-    raise CommTimeoutError(report, timeout_s=entry.limit_s)
+    raise CommTimeoutError(report, timeout_s=limit_s)
 
 
 def _alone(comm: Communicator, validate: Callable[[], Facts[T]]) -> tuple[T, list[Mapping[str, Any]]]:

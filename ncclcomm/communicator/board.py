@@ -15,7 +15,7 @@ __all__ = ["BOARD", "Board", "Running", "describe_call", "where_is_main_thread"]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-@dataclass
+@dataclass(slots=True)
 class Running:
     """A call that a thread is in."""
 
@@ -27,6 +27,12 @@ class Running:
     """What describe_call looks at, if anybody asks."""
     limit_s: float | None
     since_s: float = field(default_factory=time.monotonic)
+    look_at_s: float = 1.0
+    """Age at which the watchdog asks the other ranks next."""
+    suspects: frozenset[int] = frozenset()
+    """Ranks that seemed gone when they were last asked."""
+    is_told: bool = False
+    """That the call takes long has been said."""
 
 
 @dataclass
@@ -48,10 +54,11 @@ class Board:
         """Say that this thread is in a call."""
         self.running[threading.get_ident()] = entry
 
-    def leave(self, entry: Running) -> None:
-        """Say that it has left it."""
+    def leave(self, entry: Running, *, took_place: bool) -> None:
+        """Say that it has left it; a call that was refused at once took no place among the communicator's calls."""
         self.running.pop(threading.get_ident(), None)
-        self.last[entry.group] = (entry.call, entry.number)
+        if took_place:
+            self.last[entry.group] = (entry.call, entry.number)
 
     def state(self) -> dict[str, Any]:
         """Everything, in plain values."""

@@ -32,7 +32,7 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         """End; a call that failed here alone leaves the communicator unusable."""
-        BOARD.leave(self._entry)
+        BOARD.leave(self._entry, took_place=self._comm._calls > self._entry.number)
         self._device.__exit__(kind, error, traceback)
-        if kind is not None and self._comm._committed:
+        if kind is not None and self._comm._committed and self._comm.size > 1:
             self._comm._break(f"{self._entry.call} failed on this rank while data moved: {kind.__name__}: {error}")

@@ -76,8 +76,7 @@ class Communicator:
         self._check = member.check
         self._calls = 0
         self._closed = False
-        self._broken = ""
-        """The report of the call that timed out; no further call can be made."""
+        self._broken = ""  # why no further call can be made
         self._timeout_s = member.timeout_s
         self._entry: Running | None = None
         self._committed = False
@@ -107,8 +106,8 @@ class Communicator:
 
     def _break(self, why: str) -> None:
         """Make no further call with this rank's handle, and let the watchdogs of those who wait for it know."""
+        self._broken = why
         if self.size > 1:
-            self._broken = why
             BOARD.broken[self._member.name] = (self._calls - 1, why)
 
     def _commit(self) -> None:
@@ -336,14 +335,11 @@ class Communicator:
         return None if member is None else Communicator._of(member)
 
     def explain(self, op: str, nbytes: int) -> str:
-        """Say which steps and transports a collective takes.
+        """Say in one line which steps and transports a collective takes. Local: any rank may ask.
 
         Args:
             op: broadcast, scatter, gather, reduce, reduce_add, all_reduce or barrier.
             nbytes: bytes of the array.
-
-        Returns:
-            One line. Local: any rank may ask.
 
         Raises:
             ArgumentError: no such collective, or nbytes is no number of bytes.
@@ -371,8 +367,18 @@ class Communicator:
             self._finalizer.detach()
             self._member.close()
 
+    def abort(self, reason: str = "") -> None:
+        """Make no further call: a rank that waits for this one is told the reason, and the job ends.
+
+        Local: any rank may call it, from any thread, also after close and more than once.
+
+        See: MPI_Abort.
+        """
+        if not (self._closed or self._broken):
+            self._break(f"aborted{': ' * bool(reason)}{reason}")
+
     def __enter__(self) -> Communicator:
-        """Use the communicator as a context manager, which closes it."""
+        """Use it in a `with` block, whose end closes it."""
         return self
 
     def __exit__(

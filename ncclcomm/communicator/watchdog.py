@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +24,6 @@ from ncclcomm.communicator.board import BOARD, Running
 from ncclcomm.topology import Topology, format_ranks
 
 __all__ = ["Address", "Group", "Watchdog", "watchdog"]
-
-FIRST_LOOK_S = 1.0
-"""Age of a call at which the other ranks are asked for the first time; later looks come at twice the age."""
 
 MOST_BETWEEN_LOOKS_S = 5.0
 CONFIRM_S = 0.5
@@ -98,8 +94,8 @@ class Watchdog:
         self.address = Address(_host_identity(), _addresses(), self._socket.getsockname()[1], secrets.token_hex(8))
         self.groups: dict[str, Group] = {}
         self.stall_s: float = 60.0
-        self._looks: dict[int, tuple[float, float, frozenset[int]]] = {}
-        self._told: set[int] = set()
+        self._reached: set[Address] = set()
+        """Watchdogs that answered once: a refused connection to one of them means that its process is gone."""
         self._pid = os.getpid()
         threading.Thread(target=self._serve, name="ncclcomm-watchdog-serve", daemon=True).start()
         threading.Thread(target=self._watch, name="ncclcomm-watchdog", daemon=True).start()
@@ -128,34 +124,37 @@ class Watchdog:
     def _look(self, entry: Running, group: Group) -> None:
         """Ask the other ranks, when it is time, and act on what they say."""
         age_s = time.monotonic() - entry.since_s
-        due_s, _, _ = self._looks.get(id(entry), (FIRST_LOOK_S, 0.0, frozenset()))
         late = entry.limit_s is not None and age_s > entry.limit_s + CONFIRM_S
-        if age_s < due_s and not late:
+        if age_s < entry.look_at_s and not late:
             return
         answers = self.ask(group)
-        if BOARD.running.get(next((t for t, e in list(BOARD.running.items()) if e is entry), 0)) is not entry:
-            self._looks.pop(id(entry), None)
+        if not _is_running(entry):
             return
         gone = _gone(entry, answers)
         if late:
-            self._end(entry, group, answers, f"the time limit of {entry.limit_s:g} s is over")
-        if gone:
-            _, _, before = self._looks.get(id(entry), (0.0, 0.0, frozenset()))
-            if gone & before:
-                self._end(entry, group, answers, f"{format_ranks(sorted(gone))} will not come")
-            self._looks[id(entry)] = (age_s + CONFIRM_S, age_s, frozenset(gone))
+            self._end(entry, group, answers, f"the time limit of {entry.limit_s or 0:g} s is over")
             return
-        if age_s > self.stall_s and id(entry) not in self._told:
-            self._told.add(id(entry))
+        if gone:
+            if gone & entry.suspects:
+                self._end(entry, group, answers, f"{format_ranks(sorted(gone))} will not come")
+                return
+            entry.suspects = frozenset(gone)
+            entry.look_at_s = age_s + CONFIRM_S
+            return
+        if age_s > self.stall_s and not entry.is_told:
+            entry.is_told = True
             if min(_same(entry, answers) | {group.rank}) == group.rank:
                 print(self.report(entry, group, answers, "still waiting"), file=sys.stderr, flush=True)
-        self._looks[id(entry)] = (min(2 * age_s, age_s + MOST_BETWEEN_LOOKS_S), age_s, frozenset())
+        entry.suspects = frozenset()
+        entry.look_at_s = min(2 * age_s, age_s + MOST_BETWEEN_LOOKS_S)
 
     def _end(self, entry: Running, group: Group, answers: Sequence[Any], why: str) -> None:
         """Report, once in the job, and end it."""
         first = min(_same(entry, answers) | {group.rank})
         if first != group.rank:
             time.sleep(YIELD_S)
+            if not _is_running(entry):
+                return
         text = self.report(entry, group, answers, why)
         os.write(2, (text + "\n").encode())
         self._end_job(1)
@@ -163,8 +162,22 @@ class Watchdog:
 
     def ask(self, group: Group) -> list[Any]:
         """Every rank's state; DIED where nothing listens any more, SILENT where nobody answers in time."""
-        with ThreadPoolExecutor(min(32, len(group.addresses))) as pool:
-            return list(pool.map(self._ask_one, group.addresses))
+        answers: list[Any] = [SILENT] * len(group.addresses)
+        ranks = iter(range(len(answers)))
+
+        def work() -> None:
+            # One iterator for all threads: each rank is asked by one of them.
+            for rank in ranks:
+                answers[rank] = self._ask_one(group.addresses[rank])
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(16, len(answers)))]
+        with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter ends
+            for thread in threads:
+                thread.start()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        return answers
 
     def _ask_one(self, address: Address) -> Any:
         """One rank's state."""
@@ -179,12 +192,14 @@ class Watchdog:
                     with connection.makefile("rb") as lines:
                         line = lines.readline()
                 if line:
+                    self._reached.add(address)
                     return json.loads(line)
             except ConnectionRefusedError:
                 refused = True
             except (OSError, ValueError):
                 continue
-        return DIED if refused else SILENT
+        # Elsewhere a firewall may refuse as well.
+        return DIED if refused and (local or address in self._reached) else SILENT
 
     def report(self, entry: Running, group: Group, answers: Sequence[Any], why: str) -> str:
         """Where every rank of the group is, in words."""
@@ -202,6 +217,11 @@ class Watchdog:
             if rank not in same:
                 lines.append(f"  rank {rank}: {_elsewhere(entry, answer)}")
         return "\n".join(lines)
+
+
+def _is_running(entry: Running) -> bool:
+    """True if a thread of this process is still in the call."""
+    return any(running is entry for running in list(BOARD.running.values()))
 
 
 def _same(entry: Running, answers: Sequence[Any]) -> set[int]:

@@ -202,3 +202,41 @@ comm.all_reduce(np.ones(3))
     for last in ("", "comm.close()", "MPI.Finalize()", "kept.clear(); del comm"):
         ended, _ = _run(flavour, tmp_path, body.format(last=last))
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", ""), (last, ended.stderr)
+
+
+def test_abort_is_told_and_ends_the_job(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+if comm.rank == 1:
+    other = threading.Thread(target=comm.abort, args=("the disk is full",))
+    other.start(); other.join()
+    comm.abort()
+    try:
+        comm.barrier()
+    except ncclcomm.AbortedError as error:
+        os.write(1, f"refused {error}\\n".encode())
+    time.sleep(60)
+comm.all_reduce(np.ones(2))
+"""
+    ended, seconds = _run(flavour, tmp_path, body)
+    assert ended.returncode != 0
+    assert seconds < ENDS_WITHIN_S
+    assert "refused rank 1" in ended.stdout
+    assert "rank 1: last finished all_reduce (call 0), can't go on: aborted: the disk is full" in ended.stderr
+
+
+def test_a_communicator_that_all_ranks_gave_up_lets_the_job_end_well(flavour: Flavour, tmp_path: Path) -> None:
+    ended, _ = _run(flavour, tmp_path, "comm.abort(); comm.abort(); comm.close(); comm.abort(); comm.close()\n")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_three_thousand_communicators(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+from mpi4py import MPI
+for turn in range(3000):
+    with ncclcomm.Communicator(MPI.COMM_WORLD) as one:
+        if turn % 100 == 0:
+            one.all_reduce(np.ones(2))
+print(threading.active_count() < 10)
+"""
+    ended, _ = _run(flavour, tmp_path, body, n=1)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr

@@ -1,0 +1,223 @@
+"""The fault campaign: every collective x every rank x every fault, at 3 ranks; prints what each rank was told.
+
+    python tests/faults/campaign.py                 the whole, under each MPI that is here
+    python tests/faults/campaign.py --unchecked     with checks off: it must fail
+
+Each cell states beforehand who raises which class, or prints what, and which rank the message names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from flavours import FLAVOURS, Flavour, find
+
+__all__ = ["DEADLY", "OPS", "TOLD", "Result", "deadly_cells", "run_deadly", "run_told", "told_cells"]
+
+RANKS = 3
+OPS = ("broadcast", "scatter", "gather", "reduce", "reduce_add", "all_reduce", "barrier")
+TOLD = ("wrong shape", "wrong dtype", "wrong root", "bad array", "skipped call", "extra call")
+"""Faults after which every rank raises and the communicator goes on."""
+
+DEADLY = ("raise", "exit", "SIGKILL", "SIGSTOP")
+"""Faults after which the job ends."""
+
+ENDS_WITHIN_S = 20.0
+"""The time limit that a SIGSTOP waits for, and the end of the job after it, on a busy machine."""
+
+_CALLS = """
+import json, os, signal, sys, time
+import numpy as np
+import ncclcomm
+
+def call(comm, op, me, fault=None):
+    shape, dtype, root = (4, 3), np.float64, 0
+    if fault == "wrong shape":
+        shape = (4, 5)
+    if fault == "wrong dtype":
+        dtype = np.float32
+    if fault == "wrong root":
+        root = 1
+    array = [1.0] if fault == "bad array" else np.full(shape, me, dtype)
+    if op == "barrier":
+        return comm.barrier()
+    if op == "scatter":
+        out = [1.0] if fault == "bad array" else np.zeros((2 if fault == "wrong shape" else 1, 3), dtype)
+        return comm.scatter(np.ones((3, 3)), root=root, out=out)
+    if op in ("all_reduce",):
+        return comm.all_reduce(array)
+    return getattr(comm, op)(array, root=root)
+"""
+
+_TOLD_PROGRAM = (
+    _CALLS
+    + """
+cells = json.loads(sys.argv[1])
+comm = ncclcomm.init(check=os.environ.get("NCCLCOMM_CHECK") != "false")
+me, answers = comm.rank, []
+for op, rank, fault in cells:
+    mine = rank == me
+    try:
+        if fault == "skipped call":
+            comm.barrier() if mine else call(comm, op, me)
+        elif fault == "extra call":
+            call(comm, op, me) if mine else comm.barrier()
+        else:
+            call(comm, op, me, fault if mine else None)
+        answers.append(["", ""])
+    except Exception as error:
+        answers.append([type(error).__name__, str(error)])
+    comm.all_reduce(np.ones(1))
+told = comm.mpi_comm.gather(answers)
+if me == 0:
+    print(json.dumps(told))
+comm.close()
+"""
+)
+
+_DEADLY_PROGRAM = (
+    _CALLS
+    + """
+op, rank, fault = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+comm = ncclcomm.init(timeout_s=3)
+comm.barrier()
+if comm.rank == rank:
+    if fault == "raise":
+        raise LookupError("campaign")
+    if fault == "exit":
+        sys.exit(0)
+    os.kill(os.getpid(), getattr(signal, fault))
+try:
+    call(comm, op, comm.rank)
+    comm.barrier()
+except ncclcomm.CommTimeoutError as error:
+    os.write(1, f"TOLD {comm.rank} {str(error)!r}\\n".encode())
+"""
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a cell."""
+
+    cell: tuple[str, int, str]
+    right: bool
+    seconds: float
+    detail: str
+
+
+def told_cells() -> list[tuple[str, int, str]]:
+    """The cells after which the job goes on, less those that mean nothing."""
+    pointless = {("all_reduce", "wrong root"), *(("barrier", f) for f in TOLD)}
+    return [(op, rank, fault) for op in OPS for rank in range(RANKS) for fault in TOLD if (op, fault) not in pointless]
+
+
+def deadly_cells() -> list[tuple[str, int, str]]:
+    """The cells after which the job ends."""
+    return [(op, rank, fault) for op in OPS for rank in range(RANKS) for fault in DEADLY]
+
+
+def _judge_told(cell: tuple[str, int, str], answers: list[tuple[str, str]]) -> str:
+    """What is wrong with what the ranks were told; '' if nothing is."""
+    _, rank, fault = cell
+    wanted = "UnsupportedError" if fault == "bad array" else "MismatchError"
+    for other, (name, message) in enumerate(answers):
+        if name != wanted:
+            return f"rank {other} got {name or 'no error'} ({message[:80]}), expected {wanted}"
+        if f"rank {rank}" not in message and f"ranks {rank}" not in message and f"{rank}:" not in message:
+            return f"rank {other}'s message doesn't name rank {rank}: {message[:120]}"
+    return ""
+
+
+def run_told(flavour: Flavour, cells: list[tuple[str, int, str]], timeout_s: float = 120, **env: str) -> list[Result]:
+    """Run cells of faults that are told, in one job."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "told.py"
+        program.write_text(_TOLD_PROGRAM)
+        try:
+            ended = flavour.run(RANKS, [program, json.dumps(cells)], env=env, timeout_s=timeout_s)
+        except pytest.fail.Exception as failure:
+            return [Result(cell, False, timeout_s, str(failure)[:200]) for cell in cells]
+    seconds = (time.monotonic() - start) / len(cells)
+    if ended.returncode:
+        return [Result(cell, False, seconds, ended.stderr[-300:]) for cell in cells]
+    by_rank = json.loads(ended.stdout)
+    results = []
+    for index, cell in enumerate(cells):
+        problem = _judge_told(cell, [tuple(answers[index]) for answers in by_rank])
+        results.append(Result(cell, not problem, seconds, problem))
+    return results
+
+
+def run_deadly(flavour: Flavour, cell: tuple[str, int, str], **env: str) -> Result:
+    """Run one cell after which the job ends; leftovers fail it."""
+    op, rank, fault = cell
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "deadly.py"
+        program.write_text(_DEADLY_PROGRAM)
+        try:
+            ended = flavour.run(RANKS, [program, op, str(rank), fault], env=env, timeout_s=40)
+        except pytest.fail.Exception as failure:
+            return Result(cell, False, time.monotonic() - start, str(failure)[:200])
+    seconds = time.monotonic() - start
+    problems = []
+    if ended.returncode == 0:
+        problems.append("status 0")
+    if seconds > ENDS_WITHIN_S:
+        problems.append(f"took {seconds:.0f} s")
+    if fault == "raise" and ended.stderr.count("LookupError: campaign") != 1:
+        problems.append(f"the traceback is shown {ended.stderr.count('LookupError: campaign')} times")
+    if fault == "exit" and f"rank {rank} will not come" not in ended.stderr and "TOLD" not in ended.stdout:
+        problems.append(f"nobody was told: {ended.stderr[-200:]}")
+    if fault == "SIGSTOP":
+        for other in set(range(RANKS)) - {rank}:
+            if f"TOLD {other}" not in ended.stdout:
+                problems.append(f"rank {other} was not told: {ended.stdout[-200:]}{ended.stderr[-200:]}")
+        if f"rank {rank}: does not answer" not in ended.stdout:
+            problems.append("the report doesn't say who is silent")
+    return Result(cell, not problems, seconds, "; ".join(problems))
+
+
+def main() -> int:
+    """Run the whole and print a table; the status says whether every cell is right."""
+    parser = argparse.ArgumentParser(description="The fault campaign.")
+    parser.add_argument("--unchecked", action="store_true", help="with checks off, so that it must fail")
+    parser.add_argument("--flavour", choices=FLAVOURS, help="one MPI alone")
+    args = parser.parse_args()
+    env = {"NCCLCOMM_CHECK": "false"} if args.unchecked else {}
+    wrong = 0
+    print("| MPI | fault | cells | right | longest, s |")
+    print("| --- | --- | ---: | ---: | ---: |")
+    for name in FLAVOURS if args.flavour is None else [args.flavour]:
+        flavour = find(name)
+        results = run_told(flavour, told_cells(), **env)
+        if not args.unchecked:
+            results += [run_deadly(flavour, cell, **env) for cell in deadly_cells()]
+        for fault in (*TOLD, *DEADLY):
+            found = [result for result in results if result.cell[2] == fault]
+            if found:
+                right = sum(result.right for result in found)
+                print(
+                    f"| {name} | {fault} | {len(found)} | {right} | {max(r.seconds for r in found):.1f} |", flush=True
+                )
+        for result in results:
+            if not result.right:
+                wrong += 1
+                print(f"WRONG {name} {result.cell}: {result.detail}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
