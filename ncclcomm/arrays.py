@@ -84,6 +84,8 @@ def _view_other(obj: Any, what: str) -> View:
         return View(obj, obj, int(obj.device.id))
     if isinstance(obj, HostArray):
         return View(obj, obj.view(np.ndarray), obj._device_id)
+    if isinstance(obj, np.generic):
+        return View(obj, np.asarray(obj), HOST_MEMORY)
     if isinstance(obj, (np.ma.MaskedArray, np.matrix)):
         raise UnsupportedError(
             f"{what}: {type(obj).__name__} would lose its mask or shape; pass numpy.asarray of it, or its parts"
@@ -92,7 +94,8 @@ def _view_other(obj: Any, what: str) -> View:
         return View(obj, np.asarray(obj), HOST_MEMORY)
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}".removeprefix("builtins.")
     raise UnsupportedError(
-        f"{what}: {kind} is not a supported array; pass a NumPy array, a CuPy array or an array of ncclcomm.asarray"
+        f"{what}: {kind} is not a supported array; pass a NumPy array, a CuPy array or an array of ncclcomm.asarray "
+        "(numpy.asarray makes one of numbers and lists)"
     )
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ncclcomm.arrays import HOST_MEMORY, View
 from ncclcomm.communicator.board import BOARD
-from ncclcomm.communicator.checks import Statement, compare
+from ncclcomm.communicator.checks import Statement, compare, seconds_above_0
 from ncclcomm.errors import ArgumentError, CommTimeoutError, NcclCommError
 
 if TYPE_CHECKING:
     from ncclcomm.communicator.communicator import Communicator
 
-__all__ = ["Facts", "agree", "check_after_header", "check_root", "facts_of", "memory_of", "wait_for_all"]
+__all__ = ["Facts", "agree", "check_after_header", "check_limit", "check_root", "facts_of", "memory_of", "wait_for_all"]
 
 T = TypeVar("T")
 
@@ -85,16 +85,21 @@ def agree(
         return _alone(comm, validate)
     failure: Exception | None = None
     try:
+        check_limit(comm)
         facts = validate()
         statement = Statement(call, number, facts.same, facts.own)
     except Exception as error:  # whatever it is, the other ranks must be told before it is raised
         failure = error
-        statement = Statement(call, number, error=(type(error).__name__, str(error)))
+        same = {}
+        if root is not None:
+            with contextlib.suppress(ArgumentError):
+                same["root"] = check_root(root, comm.size, call)
+        statement = Statement(call, number, same, error=(type(error).__name__, str(error)))
     wait_for_all(comm)
     statements = _exchange(comm, statement, header, root)
     compare(statements, comm.topology, comm.rank)
     if failure is not None:
-        raise _named(comm, failure) from failure
+        raise _named(comm, failure) from failure.__cause__
     return facts.local, [s.own for s in statements]
 
 
@@ -103,6 +108,18 @@ def check_after_header(comm: Communicator, check: Callable[[], None]) -> None:
     if not comm._is_checked(comm._calls - 1):
         comm._commit()
     check()
+
+
+def check_limit(comm: Communicator) -> None:
+    """Check the call's own time limit.
+
+    Raises:
+        ArgumentError: no number of seconds above 0.
+    """
+    entry = comm._entry
+    if entry is not None and entry.limit_s is not None:
+        entry.limit_s, wanted = None, entry.limit_s
+        entry.limit_s = seconds_above_0(wanted)
 
 
 def wait_for_all(comm: Communicator) -> None:
@@ -126,9 +143,10 @@ def wait_for_all(comm: Communicator) -> None:
 def _alone(comm: Communicator, validate: Callable[[], Facts[T]]) -> tuple[T, list[Mapping[str, Any]]]:
     """Validate where no other rank is told."""
     try:
+        check_limit(comm)
         facts = validate()
     except NcclCommError as failure:
-        raise _named(comm, failure) from failure
+        raise _named(comm, failure) from failure.__cause__
     return facts.local, [facts.own] * comm.size
 
 

@@ -49,6 +49,12 @@ class Board:
     """MPI has an operation of ours that was given up, so that it can't be finalised."""
     leaving: str = ""
     """Why this process makes no further call."""
+    left_at_s: float = 0.0
+
+    def leave_for_good(self, why: str) -> None:
+        """Say that this process makes no further call."""
+        self.leaving = why
+        self.left_at_s = time.monotonic()
 
     def enter(self, entry: Running) -> None:
         """Say that this thread is in a call."""
@@ -77,6 +83,7 @@ class Board:
             "last": dict(self.last),
             "broken": dict(self.broken),
             "leaving": self.leaving,
+            "left_for_s": now - self.left_at_s if self.leaving else 0.0,
             "line": where_is_main_thread(),
         }
 
@@ -94,10 +101,10 @@ def describe_call(arguments: tuple[Any, ...]) -> str:
 
 
 def where_is_main_thread() -> str:
-    """The line of the user's program that the main thread is on, as `train.py:45 in step`."""
+    """The line of the user's program that the main thread is on, as `train.py:45 in step`; '' where it is on none."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     if frame is None:
-        return "no line of the program"
+        return ""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ncclcomm.communicator.board import BOARD, Running
+from ncclcomm.errors import ArgumentError
 
 if TYPE_CHECKING:
     from ncclcomm.communicator.communicator import Communicator
 
-__all__ = ["Call"]
+__all__ = ["Call", "in_one_line"]
+
+
+def in_one_line(kind: type[BaseException], error: BaseException | None) -> str:
+    """An exception's class and the first line of its message."""
+    return ": ".join([kind.__name__, *str(error).splitlines()[:1]])
 
 
 class Call:
@@ -24,6 +30,12 @@ class Call:
 
     def __enter__(self) -> None:
         """Begin."""
+        running = self._comm._entry
+        if running is not None:
+            raise ArgumentError(
+                f"{self._entry.call}: this communicator is in {running.call} in another thread; one thread at a time "
+                "may call it. Split off a communicator for each thread, or take turns"
+            )
         self._comm._entry = self._entry
         self._comm._committed = False
         self._device = self._comm._member.on_device()
@@ -34,5 +46,6 @@ class Call:
         """End; a call that failed here alone leaves the communicator unusable."""
         BOARD.leave(self._entry, took_place=self._comm._calls > self._entry.number)
         self._device.__exit__(kind, error, traceback)
+        self._comm._entry = None
         if kind is not None and self._comm._committed and self._comm.size > 1:
-            self._comm._break(f"{self._entry.call} failed on this rank while data moved: {kind.__name__}: {error}")
+            self._comm._break(f"{self._entry.call} failed on this rank while data moved: {in_one_line(kind, error)}")

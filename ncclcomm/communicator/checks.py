@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NoReturn, Protocol
 
 from ncclcomm import errors
-from ncclcomm.errors import MismatchError, NcclCommError
+from ncclcomm.errors import ArgumentError, MismatchError, NcclCommError
 from ncclcomm.topology import Topology, format_ranks
 
-__all__ = ["Control", "SoloControl", "Statement", "compare", "group_ranks", "raise_for", "raise_mismatch", "together"]
+__all__ = [
+    "Control",
+    "SoloControl",
+    "Statement",
+    "compare",
+    "group_ranks",
+    "raise_for",
+    "raise_mismatch",
+    "seconds_above_0",
+    "together",
+]
 
 
 class Control(Protocol):
@@ -89,6 +100,11 @@ def compare(statements: Sequence[Statement], topology: Topology, rank: int) -> N
         raise_mismatch(
             topology, rank, "ranks are in different calls", calls, "Every rank must make the same calls in one order."
         )
+    roots = [s.same.get("root") for s in statements]
+    if None not in roots and len(set(roots)) > 1:
+        raise_mismatch(
+            topology, rank, f"{mine.call}: ranks disagree on root", roots, "Every rank must pass the same root."
+        )
     for other, statement in enumerate(statements):
         if statement.error is not None and mine.error is None:
             name, message = statement.error
@@ -111,6 +127,17 @@ def raise_for(name: str, message: str) -> NoReturn:
     """Raise the error class of that name."""
     found: Callable[[str], NcclCommError] = getattr(errors, name, NcclCommError)
     raise found(message)
+
+
+def seconds_above_0(value: Any) -> float:
+    """A time limit.
+
+    Raises:
+        ArgumentError: no number of seconds above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < float("inf"):
+        raise ArgumentError(f"timeout_s is {value!r}; expected a number of seconds above 0, or None")
+    return float(value)
 
 
 def together(control: Control, rank: int, call: str, local: Callable[[], Any]) -> Any:

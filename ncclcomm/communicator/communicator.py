@@ -13,7 +13,7 @@ from ncclcomm.communicator import reduce as _reduce
 from ncclcomm.communicator import scatter as _scatter
 from ncclcomm.communicator.agree import Facts, agree
 from ncclcomm.communicator.board import BOARD, Running
-from ncclcomm.communicator.call import Call
+from ncclcomm.communicator.call import Call, in_one_line
 from ncclcomm.communicator.engine import Engine
 from ncclcomm.communicator.explain import explain
 from ncclcomm.communicator.setup import Member, drop, join
@@ -388,7 +388,7 @@ class Communicator:
         if exc_type is None:
             self.close()
         elif not self._closed:
-            self._break(f"left its `with` block by {exc_type.__name__}: {exc}")
+            self._break(f"left its `with` block by {in_one_line(exc_type, exc)}")
             self._closed = True
 
     def __repr__(self) -> str:

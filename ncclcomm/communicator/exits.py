@@ -18,9 +18,12 @@ from typing import Any, TextIO
 
 from ncclcomm.communicator.board import BOARD
 
-__all__ = ["guard_exit"]
+__all__ = ["guard_exit", "wait_until_read"]
 
 _READ_WITHIN_S = 1.0
+
+_OTHERS_ARE_TOLD_S = 3.0
+"""Ranks come to the end of a limit at different times, and a report takes 2 s where a rank is silent."""
 
 _guarded: set[int] = set()
 
@@ -39,7 +42,7 @@ def guard_exit(mpi: Any) -> None:
     atexit.register(_leave, mpi)
 
 
-def _wait_until_read(stream: TextIO) -> None:
+def wait_until_read(stream: TextIO) -> None:
     """Wait, a second at most, until the launcher has read what was written to it: an abort can overtake it."""
     with contextlib.suppress(OSError, ValueError):
         descriptor = stream.fileno()
@@ -57,7 +60,7 @@ def _abort(mpi: Any) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-            _wait_until_read(stream)
+            wait_until_read(stream)
     if not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(1)
     # MPICH's MPI_Abort can return to the caller.
@@ -71,14 +74,14 @@ def _end_the_job_on_exceptions(mpi: Any) -> None:
     shown, shown_of_threads = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        BOARD.leaving = f"raised {kind.__name__}: {error}"
+        BOARD.leave_for_good(f"raised {kind.__name__}: {error}")
         shown(kind, error, traceback)
         _abort(mpi)
 
     def thread_hook(raised: threading.ExceptHookArgs) -> None:
         shown_of_threads(raised)
         if raised.exc_type is not SystemExit:
-            BOARD.leaving = f"raised {raised.exc_type.__name__} in a thread: {raised.exc_value}"
+            BOARD.leave_for_good(f"raised {raised.exc_type.__name__} in a thread: {raised.exc_value}")
             _abort(mpi)
 
     sys.excepthook = hook
@@ -87,11 +90,12 @@ def _end_the_job_on_exceptions(mpi: Any) -> None:
 
 def _leave(mpi: Any) -> None:
     """At exit: tell who asks, and end MPI while there still is a watchdog to answer."""
-    BOARD.leaving = "its program has ended"
+    BOARD.leave_for_good("its program has ended")
     if mpi.Is_finalized():
         return
     if BOARD.unfinished:
-        # MPI_Finalize would wait for what will never come.
+        # MPI_Finalize would wait for what will never come; and ranks whose limit ends later are to be told as well.
+        time.sleep(_OTHERS_ARE_TOLD_S)
         _abort(mpi)
     _finalize(mpi)
 

@@ -73,7 +73,7 @@ def _validate(comm: Communicator, array: Any, root: Any, dim: Any, out: Any) -> 
         "dim": whole_number(dim, "gather: dim"),
         "dtype": found.data.dtype,
         "memory kind": memory_of(found),
-        "shape apart from dim": (*shape[:axis], "any", *shape[axis + 1 :]),
+        "shape apart from dim": (*shape[:axis], "*", *shape[axis + 1 :]),
     }
     own: dict[str, Any] = {"shape": shape}
     target = None

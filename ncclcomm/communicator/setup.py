@@ -6,7 +6,6 @@ import uuid
 from collections import Counter
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from ncclcomm.arrays import HOST_MEMORY, empty_on
 from ncclcomm.chunks import whole_number
 from ncclcomm.communicator.agree import Facts, agree
 from ncclcomm.communicator.board import Running
-from ncclcomm.communicator.checks import Control, SoloControl, raise_mismatch, together
+from ncclcomm.communicator.checks import Control, SoloControl, raise_mismatch, seconds_above_0, together
 from ncclcomm.communicator.engine import Engine
 from ncclcomm.communicator.exits import guard_exit
 from ncclcomm.communicator.gpu import GpuGroup, agree_on_gpus
@@ -313,9 +312,7 @@ def _timeout_of(timeout_s: Any, settings: config.Config) -> float | None:
     """The time limit of a communicator's calls."""
     if timeout_s is None:
         return settings.timeout_s
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real) or not 0 < float(timeout_s) < float("inf"):
-        raise ArgumentError(f"timeout_s is {timeout_s!r}; expected a number of seconds above 0, or None")
-    return float(timeout_s)
+    return seconds_above_0(timeout_s)
 
 
 def _check_of(check: Any, settings: config.Config) -> bool | int:

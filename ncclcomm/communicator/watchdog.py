@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ncclcomm.communicator.board import BOARD, Running
+from ncclcomm.communicator.exits import wait_until_read
 from ncclcomm.topology import Topology, format_ranks
 
 __all__ = ["Address", "Group", "Watchdog", "watchdog"]
@@ -34,6 +35,9 @@ ANSWER_S = 2.0
 
 YIELD_S = 3.0
 """How long a waiting rank leaves it to a lower one to report and end the job."""
+
+LEFT_S = 10.0
+"""How long a rank that finished a call and left may be what the others still wait for."""
 
 DIED = "died"
 SILENT = "silent"
@@ -157,6 +161,7 @@ class Watchdog:
                 return
         text = self.report(entry, group, answers, why)
         os.write(2, (text + "\n").encode())
+        wait_until_read(sys.stderr)
         self._end_job(1)
         os._exit(1)
 
@@ -216,6 +221,11 @@ class Watchdog:
         for rank, answer in enumerate(answers):
             if rank not in same:
                 lines.append(f"  rank {rank}: {_elsewhere(entry, answer)}")
+        if len(same) == len(answers):
+            lines.append(
+                "  nobody is missing: the ranks' root, op, shape or dtype may differ (NCCLCOMM_CHECK=true finds out), "
+                "or timeout_s was passed on some of them alone"
+            )
         return "\n".join(lines)
 
 
@@ -246,7 +256,9 @@ def _gone(entry: Running, answers: Sequence[Any]) -> set[int]:
         elif isinstance(answer, dict):
             _, number = answer["last"].get(entry.group, ("", -1))
             broken_at, _ = answer["broken"].get(entry.group, (entry.number + 1, ""))
-            if broken_at <= entry.number or (answer["leaving"] and number < entry.number):
+            # One that finished the call may leave while its last data still arrive, but not for long.
+            left = answer["leaving"] and (number < entry.number or answer["left_for_s"] > LEFT_S)
+            if broken_at <= entry.number or left:
                 found.add(rank)
     return found
 
@@ -268,7 +280,8 @@ def _elsewhere(entry: Running, answer: Any) -> str:
         words.append(f"can't go on: {answer['broken'][entry.group][1]}")
     if answer["leaving"]:
         words.append(answer["leaving"])
-    words.append(f"at {answer['line']}")
+    if answer["line"]:
+        words.append(f"at {answer['line']}")
     return ", ".join(words)
 
 

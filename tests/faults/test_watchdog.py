@@ -240,3 +240,55 @@ print(threading.active_count() < 10)
 """
     ended, _ = _run(flavour, tmp_path, body, n=1)
     assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
+
+
+def test_a_rank_that_went_on_and_left_is_not_waited_for(flavour: Flavour, tmp_path: Path) -> None:
+    # What an unchecked call that needs nobody leaves behind, as a root's broadcast.
+    body = """
+if comm.rank == 1:
+    from ncclcomm.communicator.board import BOARD
+    BOARD.last[comm._member.name] = ("broadcast", comm._calls)
+    sys.exit(0)
+comm.all_reduce(np.ones(2))
+"""
+    ended, seconds = _run(flavour, tmp_path, body)
+    assert ended.returncode != 0
+    assert seconds < 2 * ENDS_WITHIN_S
+    assert "rank 1 will not come" in ended.stderr
+
+
+@pytest.mark.parametrize("limit", ["-1", "0", "'2'", "True", "float('nan')"])
+def test_a_time_limit_that_is_none(flavour: Flavour, tmp_path: Path, limit: str) -> None:
+    body = f"""
+try:
+    comm.barrier(timeout_s={limit})
+except ncclcomm.ArgumentError as error:
+    os.write(1, f"told {{'timeout_s is' in str(error)}}\\n".encode())
+comm.close()
+"""
+    ended, _ = _run(flavour, tmp_path, body, n=2)
+    assert (ended.returncode, ended.stdout) == (0, "told True\n" * 2), ended.stderr
+
+
+def test_a_call_from_a_second_thread_is_refused(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+if comm.rank == 0:
+    waiting = threading.Thread(target=comm.barrier)
+    waiting.start()
+    while not comm._entry:
+        time.sleep(0.01)
+    try:
+        comm.barrier()
+    except ncclcomm.ArgumentError as error:
+        os.write(1, f"{error}\\n".encode())
+    open(os.environ["SIGNAL"], "w").close()
+    waiting.join()
+else:
+    while not os.path.exists(os.environ["SIGNAL"]):
+        time.sleep(0.01)
+    comm.barrier()
+comm.close()
+"""
+    ended, _ = _run(flavour, tmp_path, body, n=2, SIGNAL=str(tmp_path / "signal"))
+    assert ended.returncode == 0, ended.stderr
+    assert "is in barrier in another thread" in ended.stdout

@@ -65,9 +65,7 @@ def test_cupy_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert view(array, "call") == (array, array, 3)
 
 
-@pytest.mark.parametrize(
-    "value", [None, 1, 2.5, "a", b"a", [1], (1,), {}, np.float32(1), object(), memoryview(b"ab")], ids=repr
-)
+@pytest.mark.parametrize("value", [None, 1, 2.5, "a", b"a", [1], (1,), {}, object(), memoryview(b"ab")], ids=repr)
 def test_other_kinds_are_named(value: Any) -> None:
     name = type(value).__qualname__
     with pytest.raises(UnsupportedError, match=rf"^call: x: .*{name} is not a supported array; pass a NumPy array"):
@@ -207,3 +205,8 @@ def test_sliding_windows_share_memory() -> None:
     windows = np.lib.stride_tricks.sliding_window_view(np.zeros(8), 3, writeable=True)
     with pytest.raises(ArgumentError, match="share memory"):
         _check(windows, np.zeros((6, 3)))
+
+
+def test_numpy_numbers_are_arrays_of_no_dimension() -> None:
+    found = view(np.int16(7), "call: x")
+    assert (found.data.shape, found.data.dtype, found.device, int(found.data)) == ((), np.dtype("i2"), HOST_MEMORY, 7)
