@@ -29,7 +29,7 @@ FORCED = (
 """Rank tests that force a layout of nodes on ranks of one host, or need its memory."""
 
 
-FLAT = ("test_mismatch.py", "test_unchecked.py", "test_transport_mpi.py", "test_transport_device.py")
+FLAT = ("test_transport_mpi.py", "test_transport_device.py")
 """Rank tests of what knows no nodes; one placement is enough."""
 
 
