@@ -81,7 +81,6 @@ def agree(
     """
     number = comm._next_call(call)
     if comm.size == 1 or (header == "none" and not comm._is_checked(number)):
-        wait_for_all(comm)
         return _alone(comm, validate)
     failure: Exception | None = None
     try:
@@ -147,6 +146,7 @@ def _alone(comm: Communicator, validate: Callable[[], Facts[T]]) -> tuple[T, lis
         facts = validate()
     except NcclCommError as failure:
         raise _named(comm, failure) from failure.__cause__
+    wait_for_all(comm)
     return facts.local, [facts.own] * comm.size
 
 

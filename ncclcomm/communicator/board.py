@@ -44,7 +44,7 @@ class Board:
     last: dict[str, tuple[str, int]] = field(default_factory=dict)
     """By communicator: the call that ended last, and its number."""
     broken: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """By communicator that this rank can't go on with: the number of its next call, and why."""
+    """By communicator that this rank can't go on with: the first call that it doesn't make, and why."""
     unfinished: bool = False
     """MPI has an operation of ours that was given up, so that it can't be finalised."""
     leaving: str = ""

@@ -46,6 +46,6 @@ class Call:
         """End; a call that failed here alone leaves the communicator unusable."""
         BOARD.leave(self._entry, took_place=self._comm._calls > self._entry.number)
         self._device.__exit__(kind, error, traceback)
-        self._comm._entry = None
         if kind is not None and self._comm._committed and self._comm.size > 1:
             self._comm._break(f"{self._entry.call} failed on this rank while data moved: {in_one_line(kind, error)}")
+        self._comm._entry = None

@@ -108,7 +108,7 @@ class Communicator:
         """Make no further call with this rank's handle, and let the watchdogs of those who wait for it know."""
         self._broken = why
         if self.size > 1:
-            BOARD.broken[self._member.name] = (self._calls - 1, why)
+            BOARD.broken[self._member.name] = (self._entry.number if self._entry else self._calls, why)
 
     def _commit(self) -> None:
         """From here on data moves: what fails on this rank alone leaves the others waiting."""

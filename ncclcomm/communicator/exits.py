@@ -39,7 +39,7 @@ def guard_exit(mpi: Any) -> None:
     _guarded.add(os.getpid())
     _end_the_job_on_exceptions(mpi)
     # mpi4py finalises MPI when the interpreter is gone, and with it the watchdog that can tell of this rank.
-    atexit.register(_leave, mpi)
+    atexit.register(_leave, mpi, os.getpid())
 
 
 def wait_until_read(stream: TextIO) -> None:
@@ -71,16 +71,17 @@ def _end_the_job_on_exceptions(mpi: Any) -> None:
     """Install hooks for the main thread and the others; a notebook has its own and goes on after an exception."""
     if "ipykernel" in sys.modules:
         return
-    shown, shown_of_threads = sys.excepthook, threading.excepthook
+    shown, shown_of_threads, rank = sys.excepthook, threading.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         BOARD.leave_for_good(f"raised {kind.__name__}: {error}")
         shown(kind, error, traceback)
-        _abort(mpi)
+        if os.getpid() == rank:  # a forked child is no rank
+            _abort(mpi)
 
     def thread_hook(raised: threading.ExceptHookArgs) -> None:
         shown_of_threads(raised)
-        if raised.exc_type is not SystemExit:
+        if raised.exc_type is not SystemExit and os.getpid() == rank:
             BOARD.leave_for_good(f"raised {raised.exc_type.__name__} in a thread: {raised.exc_value}")
             _abort(mpi)
 
@@ -88,8 +89,10 @@ def _end_the_job_on_exceptions(mpi: Any) -> None:
     threading.excepthook = thread_hook
 
 
-def _leave(mpi: Any) -> None:
-    """At exit: tell who asks, and end MPI while there still is a watchdog to answer."""
+def _leave(mpi: Any, rank: int) -> None:
+    """At exit of the process that is the rank: tell who asks, and end MPI while there still is a watchdog to answer."""
+    if os.getpid() != rank:
+        return
     BOARD.leave_for_good("its program has ended")
     if mpi.Is_finalized():
         return

@@ -292,3 +292,37 @@ comm.close()
     ended, _ = _run(flavour, tmp_path, body, n=2, SIGNAL=str(tmp_path / "signal"))
     assert ended.returncode == 0, ended.stderr
     assert "is in barrier in another thread" in ended.stdout
+
+
+def test_a_time_limit_that_is_none_is_told_unchecked_too(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+try:
+    comm.barrier(timeout_s="2")
+except ncclcomm.ArgumentError as error:
+    os.write(1, f"told {'timeout_s is' in str(error)}\\n".encode())
+"""
+    ended, _ = _run(flavour, tmp_path, body, init="check=False", n=2)
+    assert (ended.returncode, ended.stdout) == (0, "told True\n" * 2), ended.stderr
+
+
+def test_a_forked_child_is_no_rank(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+import warnings
+warnings.simplefilter("ignore")
+for fail in (False, True):
+    child = os.fork()
+    if child == 0:
+        from ncclcomm.communicator import exits
+        sys.stderr = open(os.devnull, "w")
+        if fail:
+            sys.excepthook(KeyError, KeyError("child"), None)
+        else:
+            from mpi4py import MPI
+            exits._leave(MPI, os.getppid())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+os.write(1, f"{comm.all_reduce(np.ones(1))[0]}\\n".encode())
+comm.close()
+"""
+    ended, _ = _run(flavour, tmp_path, body)
+    assert (ended.returncode, ended.stdout) == (0, "3.0\n" * 3), ended.stderr
