@@ -11,13 +11,25 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ncclcomm.arrays import HOST_MEMORY, View
 from ncclcomm.communicator.board import BOARD
-from ncclcomm.communicator.checks import Statement, compare, seconds_above_0
+from ncclcomm.communicator.checks import compare, seconds_above_0
+from ncclcomm.communicator.wire import Statement, decode, dtype_code, dtype_of, encode
 from ncclcomm.errors import ArgumentError, CommTimeoutError, NcclCommError
 
 if TYPE_CHECKING:
     from ncclcomm.communicator.communicator import Communicator
 
-__all__ = ["Facts", "agree", "check_after_header", "check_limit", "check_root", "facts_of", "memory_of", "wait_for_all"]
+__all__ = [
+    "Facts",
+    "agree",
+    "check_after_header",
+    "check_limit",
+    "check_root",
+    "facts_of",
+    "fit_in_words",
+    "fit_of",
+    "memory_of",
+    "wait_for_all",
+]
 
 T = TypeVar("T")
 
@@ -55,9 +67,19 @@ def memory_of(array: View) -> str:
     return "host memory" if array.device == HOST_MEMORY else "device memory"
 
 
+def fit_of(array: View) -> tuple[tuple[int, ...], str | bytes, str]:
+    """What must fit where one array is filled from another: shape, the dtype's code, memory kind."""
+    return tuple(array.data.shape), dtype_code(array.data.dtype), memory_of(array)
+
+
+def fit_in_words(fit: tuple[tuple[int, ...], str | bytes, str]) -> str:
+    """As messages say it."""
+    return f"shape {fit[0]}, dtype {dtype_of(fit[1])}, {fit[2]}"
+
+
 def facts_of(array: View) -> dict[str, Any]:
     """What a statement says of an array."""
-    return {"shape": tuple(array.data.shape), "dtype": array.data.dtype, "memory kind": memory_of(array)}
+    return {"shape": tuple(array.data.shape), "dtype": dtype_code(array.data.dtype), "memory kind": memory_of(array)}
 
 
 def agree(
@@ -73,7 +95,8 @@ def agree(
         root: the root as the caller passed it, for a header of the root's.
 
     Returns:
-        What validate found, and each rank's own facts in rank order; unchecked, empty ones for ranks nobody asked.
+        What validate found, and each rank's own facts in rank order: empty ones for ranks that nobody asked, and none
+        where no rank was asked.
 
     Raises:
         ArgumentError, UnsupportedError: arguments of this rank, or of a rank that the message names, are wrong.
@@ -140,27 +163,31 @@ def wait_for_all(comm: Communicator) -> None:
 
 
 def _alone(comm: Communicator, validate: Callable[[], Facts[T]]) -> tuple[T, list[Mapping[str, Any]]]:
-    """Validate where no other rank is told."""
+    """Validate where no other rank is told, and none is heard."""
     try:
         check_limit(comm)
         facts = validate()
     except NcclCommError as failure:
         raise _named(comm, failure) from failure.__cause__
     wait_for_all(comm)
-    return facts.local, [facts.own] * comm.size
+    return facts.local, [facts.own] if comm.size == 1 else []
 
 
 def _exchange(comm: Communicator, statement: Statement, header: str, root: Any) -> list[Statement]:
-    """The statements that this rank gets to hear; those it doesn't hear repeat its own, without facts."""
+    """The statements that this rank gets to hear; those it doesn't hear repeat its own, without facts.
+
+    A statement that says the same as this rank's is this rank's object.
+    """
+    said = encode(statement)
     if header == "all" or comm._is_checked(statement.number):
-        return comm._control.all_gather_object(statement)
+        return [statement if data == said else decode(data) for data in comm._control.all_gather_bytes(said)]
     unheard = Statement(statement.call, statement.number, statement.same)
     heard = [unheard] * comm.size
     heard[comm.rank] = statement
     if header == "root":
         with contextlib.suppress(ArgumentError):
             rank = check_root(root, comm.size, statement.call)
-            heard[rank] = comm._control.broadcast_object(statement, rank)
+            heard[rank] = decode(comm._control.broadcast_bytes(said, rank))
     return heard
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ncclcomm.arrays import HOST_MEMORY, View, check_out, view
-from ncclcomm.communicator.agree import Facts, agree, check_after_header, check_root, facts_of
+from ncclcomm.communicator.agree import Facts, agree, check_after_header, check_root, facts_of, fit_in_words
 from ncclcomm.communicator.buffers import Target, settled_flat, target_for
 from ncclcomm.communicator.checks import raise_mismatch
+from ncclcomm.communicator.wire import dtype_of
 from ncclcomm.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def broadcast(comm: Communicator, array: Any, root: Any, out: Any) -> Any:
     if target is None:
         sent = facts[local.root]
         device = HOST_MEMORY if sent["memory kind"] == "host memory" else comm.device
-        target = target_for(comm, sent["shape"], sent["dtype"], device)
+        target = target_for(comm, sent["shape"], dtype_of(sent["dtype"]), device)
     comm._engine(target.near.device).broadcast(target.flat, local.root)
     return target.finish()
 
@@ -73,9 +74,7 @@ def broadcast(comm: Communicator, array: Any, root: Any, out: Any) -> Any:
 def _check_receivers(comm: Communicator, facts: list[Mapping[str, Any]], root: int) -> None:
     """Raise where a receiver's array can't take the root's; on every rank whose exchange told it."""
     if any(own and own != facts[root] for own in facts):
-        shown = [
-            f"shape {own['shape']}, dtype {own['dtype']}, {own['memory kind']}" if own else "None" for own in facts
-        ]
+        shown = [fit_in_words((own["shape"], own["dtype"], own["memory kind"])) if own else "None" for own in facts]
         raise_mismatch(
             comm.topology,
             comm.rank,

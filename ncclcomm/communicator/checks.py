@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, NoReturn, Protocol
 
 from ncclcomm import errors
+from ncclcomm.communicator.wire import Statement, dtype_of
 from ncclcomm.errors import ArgumentError, MismatchError, NcclCommError
 from ncclcomm.topology import Topology, format_ranks
 
 __all__ = [
     "Control",
     "SoloControl",
-    "Statement",
     "compare",
     "group_ranks",
     "raise_for",
@@ -33,6 +32,12 @@ class Control(Protocol):
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """The root's object on every rank."""
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on every rank; in one small exchange where they are few."""
+
+    def broadcast_bytes(self, data: bytes, root: int) -> bytes:
+        """The root's bytes on every rank; what the others pass is ignored."""
+
     def barrier_within(self, limit_s: float) -> bool:
         """True when all ranks have called it; False if that takes longer, and no call can follow then."""
 
@@ -48,24 +53,17 @@ class SoloControl:
         """See Control."""
         return obj
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """See Control."""
+        return [data]
+
+    def broadcast_bytes(self, data: bytes, root: int) -> bytes:
+        """See Control."""
+        return data
+
     def barrier_within(self, limit_s: float) -> bool:
         """See Control."""
         return True
-
-
-@dataclass(frozen=True)
-class Statement:
-    """What one rank says of its call."""
-
-    call: str
-    number: int
-    """How many calls of this communicator came before it."""
-    same: Mapping[str, Any] = field(default_factory=dict)
-    """What must be equal on all ranks, by the names that messages use."""
-    own: Mapping[str, Any] = field(default_factory=dict)
-    """What may differ, and others need to know."""
-    error: tuple[str, str] | None = None
-    """Class and message of what is wrong with this rank's arguments."""
 
 
 def group_ranks(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
@@ -83,8 +81,13 @@ def group_ranks(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
 
 def raise_mismatch(topology: Topology, rank: int, what: str, values: Sequence[Any], mend: str) -> NoReturn:
     """Raise the MismatchError that names every group of ranks and what each passed."""
-    groups = "; ".join(f"{format_ranks(ranks)}: {value}" for value, ranks in group_ranks(values))
+    groups = "; ".join(f"{format_ranks(ranks)}: {_in_words(value)}" for value, ranks in group_ranks(values))
     raise MismatchError(f"{topology.describe(rank)}: {what}: {groups}. {mend}")
+
+
+def _in_words(value: Any) -> Any:
+    """A value as a message shows it."""
+    return dtype_of(value) if isinstance(value, bytes) else value
 
 
 def compare(statements: Sequence[Statement], topology: Topology, rank: int) -> None:
@@ -95,6 +98,8 @@ def compare(statements: Sequence[Statement], topology: Topology, rank: int) -> N
         NcclCommError: a rank's arguments are wrong: the class of its own error, naming the rank.
     """
     mine = statements[rank]
+    if mine.error is None and all(statement is mine for statement in statements):
+        return
     calls = [f"{s.call} (call {s.number})" for s in statements]
     if len(set(calls)) > 1:
         raise_mismatch(

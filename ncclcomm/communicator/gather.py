@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ncclcomm.arrays import View, check_out, view
 from ncclcomm.chunks import check_dim, whole_number
-from ncclcomm.communicator.agree import Facts, agree, check_root, memory_of
+from ncclcomm.communicator.agree import Facts, agree, check_root, fit_in_words, fit_of, memory_of
 from ncclcomm.communicator.buffers import packed_target, settled_flat, target_for, unpack
 from ncclcomm.communicator.checks import raise_mismatch
+from ncclcomm.communicator.wire import dtype_code
 
 if TYPE_CHECKING:
     from ncclcomm.communicator.communicator import Communicator
@@ -36,13 +37,13 @@ def gather(comm: Communicator, array: Any, root: Any, dim: Any, out: Any) -> Any
     counts = [shape[local.axis] for shape in shapes]
     data = local.array.data
     shape = (*data.shape[: local.axis], sum(counts), *data.shape[local.axis + 1 :])
-    wanted = (shape, data.dtype, memory_of(local.array))
+    wanted = (shape, dtype_code(data.dtype), memory_of(local.array))
     if facts[local.root].get("out", wanted) != wanted:
         raise_mismatch(
             comm.topology,
             comm.rank,
-            f"gather: the root's out doesn't fit the result (shape, dtype and memory {wanted})",
-            [str(own.get("out", f"part of shape {own['shape']}")) for own in facts],
+            f"gather: the root's out doesn't fit the result ({fit_in_words(wanted)})",
+            [fit_in_words(own["out"]) if "out" in own else f"part of shape {own['shape']}" for own in facts],
             "Pass an out of the result's shape and dtype, or none.",
         )
     sizes = [math.prod(part) for part in shapes]
@@ -71,7 +72,7 @@ def _validate(comm: Communicator, array: Any, root: Any, dim: Any, out: Any) -> 
     same = {
         "root": rank,
         "dim": whole_number(dim, "gather: dim"),
-        "dtype": found.data.dtype,
+        "dtype": dtype_code(found.data.dtype),
         "memory kind": memory_of(found),
         "shape apart from dim": (*shape[:axis], "*", *shape[axis + 1 :]),
     }
@@ -80,5 +81,5 @@ def _validate(comm: Communicator, array: Any, root: Any, dim: Any, out: Any) -> 
     if out is not None and rank == comm.rank:
         target = view(out, "gather: out")
         check_out(target, target.data.shape, target.data.dtype, "gather: out", [found])
-        own["out"] = (tuple(target.data.shape), target.data.dtype, memory_of(target))
+        own["out"] = fit_of(target)
     return Facts(_Local(found, settled_flat(comm, found), target, rank, axis), same, own)

@@ -45,7 +45,7 @@ def _validate(comm: Communicator, call: str, array: Any, op: Any, root: Any, out
         check_out(target, found.data.shape, dtype, f"{call}: out", [found], alias_ok=True)
         if memory_of(target) != memory_of(found):
             raise ArgumentError(f"{call}: out is in {memory_of(target)}, array in {memory_of(found)}; pass both alike")
-    same = {"op": op, **facts_of(found)}
+    same = {"op": str.__str__(op), **facts_of(found)}
     if root is not _EVERY_RANK:
         same["root"] = rank
     flat = settled_flat(comm, found)

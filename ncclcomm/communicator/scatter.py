@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ncclcomm.arrays import HOST_MEMORY, check_out, view
 from ncclcomm.chunks import check_chunk_sizes, check_dim, even_counts, whole_number
-from ncclcomm.communicator.agree import Facts, agree, check_after_header, check_root, facts_of, memory_of
+from ncclcomm.communicator.agree import Facts, agree, check_after_header, check_root, facts_of, fit_in_words, fit_of
 from ncclcomm.communicator.buffers import Target, pack, target_for
 from ncclcomm.communicator.checks import raise_mismatch
+from ncclcomm.communicator.wire import dtype_of
 from ncclcomm.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def scatter(comm: Communicator, array: Any, root: Any, chunk_sizes: Any, dim: An
         comm, _CALL, lambda: _validate(comm, array, root, chunk_sizes, dim, out), header="root", root=root
     )
     sent = facts[local.root]
-    shape, dtype, counts, axis = sent["shape"], sent["dtype"], sent["chunk sizes"], sent["axis"]
+    shape, dtype, counts, axis = sent["shape"], dtype_of(sent["dtype"]), sent["chunk sizes"], sent["axis"]
     shapes = [(*shape[:axis], count, *shape[axis + 1 :]) for count in counts]
     check_after_header(comm, lambda: _check_outs(comm, facts, local.root, shapes))
     comm._commit()
@@ -75,7 +76,7 @@ def _validate(comm: Communicator, array: Any, root: Any, chunk_sizes: Any, dim: 
     if out is not None:
         target = view(out, "scatter: out")
         check_out(target, target.data.shape, target.data.dtype, "scatter: out", [found] if found is not None else [])
-        own["out"] = (tuple(target.data.shape), target.data.dtype, memory_of(target))
+        own["out"] = fit_of(target)
     same = {"root": rank, "dim": whole_number(dim, "scatter: dim")}
     packed = None if found is None else pack(comm, found, own["chunk sizes"], own["axis"])
     device = HOST_MEMORY if found is None else found.device
@@ -89,11 +90,11 @@ def _check_outs(comm: Communicator, facts: list[Mapping[str, Any]], root: int, s
     for rank, own in enumerate(facts):
         expected = (shapes[rank], sent["dtype"], sent["memory kind"])
         if own.get("out", expected) != expected:
-            shown = [str(o.get("out", "no out")) for o in facts]
+            shown = [fit_in_words(o["out"]) if "out" in o else "no out" for o in facts]
             raise_mismatch(
                 comm.topology,
                 comm.rank,
-                f"scatter: rank {rank}'s out doesn't fit its chunk (shape, dtype and memory {expected})",
+                f"scatter: rank {rank}'s out doesn't fit its chunk ({fit_in_words(expected)})",
                 shown,
                 "Pass an out of the chunk's shape and dtype, or none.",
             )

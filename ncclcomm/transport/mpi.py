@@ -8,6 +8,7 @@ MPI operations made once per process.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -36,6 +37,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _TAG = 0
+
+_RECORD_BYTES = 256
+"""What a rank says of a call takes 100 to 200."""
+
+_LENGTH_BYTES = 4
+"""In front of a record: how many bytes there are in all."""
 
 _NATIVE = {
     np.dtype(np.int32): MPI.INT32_T,
@@ -234,6 +241,8 @@ class MpiControl:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
+        self._mine = bytearray(_RECORD_BYTES)
+        self._all = bytearray(0)
 
     @translated
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -244,6 +253,45 @@ class MpiControl:
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """The root's object."""
         return self.comm.bcast(obj, root=root)
+
+    @translated
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes: in records of fixed size, and once more whole where one rank's don't fit."""
+        if not self._all:
+            self._all = bytearray(_RECORD_BYTES * self.comm.size)
+        self._put(data)
+        self.comm.Allgather((self._mine, MPI.BYTE), (self._all, MPI.BYTE))
+        lengths = []
+        found = []
+        for start in range(0, len(self._all), _RECORD_BYTES):
+            length = int.from_bytes(self._all[start : start + _LENGTH_BYTES], "little")
+            lengths.append(length)
+            found.append(bytes(self._all[start + _LENGTH_BYTES : start + _LENGTH_BYTES + length]))
+        if max(lengths) <= _RECORD_BYTES - _LENGTH_BYTES:
+            return found
+        whole = bytearray(sum(lengths))
+        self.comm.Allgatherv((data, MPI.BYTE), (whole, lengths, None, MPI.BYTE))
+        ends = list(itertools.accumulate(lengths))
+        return [bytes(whole[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+    @translated
+    def broadcast_bytes(self, data: bytes, root: int) -> bytes:
+        """The root's bytes: in a record of fixed size, and once more whole where they don't fit."""
+        if self.comm.rank == root:
+            self._put(data)
+        self.comm.Bcast((self._mine, MPI.BYTE), root)
+        length = int.from_bytes(self._mine[:_LENGTH_BYTES], "little")
+        if length <= _RECORD_BYTES - _LENGTH_BYTES:
+            return bytes(self._mine[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        whole = bytearray(data) if self.comm.rank == root else bytearray(length)
+        self.comm.Bcast((whole, MPI.BYTE), root)
+        return bytes(whole)
+
+    def _put(self, data: bytes) -> None:
+        """Write a length, and what fits of the bytes, into this rank's record."""
+        self._mine[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
+        fitting = data[: _RECORD_BYTES - _LENGTH_BYTES]
+        self._mine[_LENGTH_BYTES : _LENGTH_BYTES + len(fitting)] = fitting
 
     @translated
     def barrier_within(self, limit_s: float) -> bool:

@@ -55,6 +55,18 @@ def test_layouts_may_differ_and_what_lies_around_an_array_stays(kind: str, form:
             found.holds(got is mine, f"{layout}: another array than the one passed was returned")
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_a_header_of_any_length(check: bool) -> None:
+    # The first is told in one exchange, the second takes two.
+    with communicator(check) as comm, Findings() as found:
+        for fields in (2, 200):
+            dtype = np.dtype([(f"field number {number}", np.int32) for number in range(fields)])
+            for root in range(comm.size):
+                sent = data(root, (3 * fields,), np.int32).view(dtype)
+                got = comm.broadcast(sent if comm.rank == root else None, root=root)
+                found.same(got, sent, f"{fields} fields, root {root}", "numpy", comm.device)
+
+
 def test_inputs_that_cannot_be_written() -> None:
     with communicator() as comm, Findings() as found:
         for root in range(comm.size):
