@@ -12,12 +12,40 @@ from dataclasses import dataclass
 
 from ncclcomm.errors import ArgumentError
 
-__all__ = ["Config", "Launch", "launched", "load", "slurm_gpus"]
+__all__ = ["OTHER_NAMES", "SETTINGS", "Config", "Launch", "launched", "load", "slurm_gpus", "supervised", "variables"]
 
 DEFAULT_HOST_DEVICES = 4
 DEFAULT_CHECKED_CALLS = 64
 DEFAULT_CHUNK_BYTES = 1 << 30
 DEFAULT_STALL_S = 60.0
+
+SETTINGS = (
+    "NCCLCOMM_CHECK",
+    "NCCLCOMM_CHUNK_BYTES",
+    "NCCLCOMM_DEVICES",
+    "NCCLCOMM_DEVICES_PER_RANK",
+    "NCCLCOMM_HOST_STREAMS",
+    "NCCLCOMM_LOG",
+    "NCCLCOMM_NODE_MAP",
+    "NCCLCOMM_NODE_SIZE",
+    "NCCLCOMM_SHARE_DEVICES",
+    "NCCLCOMM_STALL_S",
+    "NCCLCOMM_TIMEOUT_S",
+    "NCCLCOMM_WATCHDOG",
+)
+"""The variables that `load` reads."""
+
+OTHER_NAMES = (
+    "NCCLCOMM_JOB_",
+    "NCCLCOMM_LABELLED",
+    "NCCLCOMM_LAST",
+    "NCCLCOMM_LAUNCH_ID",
+    "NCCLCOMM_SRUN_MPI",
+    "NCCLCOMM_SSH",
+    "NCCLCOMM_TEST_",
+    "NCCLCOMM_WATCHED",
+)
+"""Variables that launchers, scripts and tests set or read; a name that ends in `_` stands for all that begin so."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +70,14 @@ class Config:
     """Time limit of a call, in seconds (NCCLCOMM_TIMEOUT_S); None: no limit."""
     stall_s: float = DEFAULT_STALL_S
     """Seconds after which a waiting call says once where all ranks are (NCCLCOMM_STALL_S)."""
+    watchdog: bool = True
+    """Ranks watch each other, and an exception that nobody catches ends the job (NCCLCOMM_WATCHDOG)."""
+    log: str = "warn"
+    """'warn', or 'info': say once per communicator what was chosen and why (NCCLCOMM_LOG)."""
     share_devices: bool = False
     """Ranks of a node may share a GPU (NCCLCOMM_SHARE_DEVICES)."""
+    devices_per_rank: int | None = None
+    """How many devices the launcher shows each rank, all its own (NCCLCOMM_DEVICES_PER_RANK); None: all to all."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +88,8 @@ class Launch:
     """The name of the variable that says so."""
     size: int
     rank: int
+    by_srun: bool = False
+    """True if it is SLURM's srun, with whichever --mpi."""
 
 
 def _parse_devices(text: str) -> tuple[str, int]:
@@ -80,6 +116,13 @@ def _parse_bytes(name: str, text: str, least: int) -> int:
     """Read a number of bytes."""
     if not text.isdecimal() or not least <= int(text) < 2**31:
         raise ArgumentError(f"{name}={text!r} is no number of bytes from {least} to 2147483647, such as 1048576")
+    return int(text)
+
+
+def _parse_count(name: str, text: str) -> int:
+    """Read a number of one or more."""
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise ArgumentError(f"{name}={text!r} is no whole number of 1 or more")
     return int(text)
 
 
@@ -132,6 +175,7 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
 
     backend, host_devices = _parse_devices(get("NCCLCOMM_DEVICES") or "auto")
     timeout, stall = get("NCCLCOMM_TIMEOUT_S"), get("NCCLCOMM_STALL_S")
+    per_rank = get("NCCLCOMM_DEVICES_PER_RANK")
     sizes, node_map, chunk = get("NCCLCOMM_NODE_SIZE"), get("NCCLCOMM_NODE_MAP"), get("NCCLCOMM_CHUNK_BYTES")
     return Config(
         backend=backend,
@@ -143,8 +187,22 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
         chunk_bytes=_parse_bytes("NCCLCOMM_CHUNK_BYTES", chunk, 64) if chunk else DEFAULT_CHUNK_BYTES,
         timeout_s=_parse_seconds("NCCLCOMM_TIMEOUT_S", timeout) if timeout else None,
         stall_s=_parse_seconds("NCCLCOMM_STALL_S", stall) if stall else DEFAULT_STALL_S,
+        watchdog=_parse_bool("NCCLCOMM_WATCHDOG", get("NCCLCOMM_WATCHDOG") or "1"),
+        log=_parse_choice("NCCLCOMM_LOG", get("NCCLCOMM_LOG") or "warn", ("warn", "info")),
         share_devices=_parse_bool("NCCLCOMM_SHARE_DEVICES", get("NCCLCOMM_SHARE_DEVICES") or "0"),
+        devices_per_rank=_parse_count("NCCLCOMM_DEVICES_PER_RANK", per_rank) if per_rank else None,
     )
+
+
+def variables(*prefixes: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of the environment whose names begin with one of the prefixes, by name.
+
+    Args:
+        prefixes: such as 'NCCL_'.
+        environ: the variables to read; None reads the process's own.
+    """
+    env = os.environ if environ is None else environ
+    return {name: env[name] for name in sorted(env) if name.startswith(prefixes)}
 
 
 _LAUNCHERS = (
@@ -174,8 +232,26 @@ def launched(environ: Mapping[str, str] | None = None) -> Launch | None:
             continue
         if size_name.startswith("SLURM_") and not _in_slurm_step(env):
             continue
-        return Launch(size_name, int(size), int(rank))
+        return Launch(size_name, int(size), int(rank), _is_task(env, size, rank))
     return None
+
+
+def _is_task(env: Mapping[str, str], size: str, rank: str) -> bool:
+    """True if srun started this very rank, not the helper of an mpiexec that started it: then the numbers agree."""
+    if not _in_slurm_step(env) or "MPI_LOCALNRANKS" in env or "OMPI_COMM_WORLD_SIZE" in env:
+        return False
+    tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS")
+    return (tasks, env.get("SLURM_PROCID")) == (size, rank)
+
+
+def supervised(environ: Mapping[str, str] | None = None) -> bool:
+    """True in a program that `ncclcomm run` runs, not in processes that inherit its environment.
+
+    Args:
+        environ: the variables to read; None reads the process's own.
+    """
+    env = os.environ if environ is None else environ
+    return env.get("NCCLCOMM_JOB_PROGRAM") == str(os.getpid())
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flavours import FLAVOURS, Flavour, find, skipped_components
+from flavours import COMMON_FLAVOURS, Flavour, find, skipped_components
 
 RANK_TESTS = Path(__file__).parent / "ranks"
 
@@ -28,9 +28,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.is_file() and for_ranks != config.getoption("with_mpi", default=False) else None
 
 
-@pytest.fixture(params=FLAVOURS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give tests with the `flavour` fixture the flavours that their `flavours` mark names, or the common ones."""
+    chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "flavour" in metafunc.fixturenames and not any("flavour" in names for names in chosen):
+        mark = metafunc.definition.get_closest_marker("flavours")
+        metafunc.parametrize("flavour", mark.args if mark else COMMON_FLAVOURS, indirect=True)
+
+
+@pytest.fixture
 def flavour(request: pytest.FixtureRequest) -> Flavour:
-    """Each MPI flavour in turn: `.run(n, argv)` starts ranks under a deadline, on failure nothing of them is left."""
+    """One MPI flavour after another: `.run(n, argv)` starts ranks under a deadline, and leaves nothing of them."""
     return find(request.param)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["BOARD", "Board", "Running", "describe_call", "where_is_main_thread"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_DEVICES = os.path.join(_PACKAGE, "devices", "")
 
 
 @dataclass(slots=True)
@@ -77,8 +78,9 @@ class Board:
                     "number": entry.number,
                     "detail": describe_call(entry.arguments),
                     "for_s": now - entry.since_s,
+                    "on_device": _waits_for_device(thread),
                 }
-                for entry in list(self.running.values())
+                for thread, entry in list(self.running.items())
             ],
             "last": dict(self.last),
             "broken": dict(self.broken),
@@ -98,6 +100,14 @@ def describe_call(arguments: tuple[Any, ...]) -> str:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return f"shape {tuple(value.shape)}, {value.dtype}"
     return ""
+
+
+def _waits_for_device(thread: int) -> bool:
+    """True if a thread is in code of ours that enqueues work on a device or waits for it."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_DEVICES)
 
 
 def where_is_main_thread() -> str:

@@ -56,11 +56,11 @@ class Communicator:
         check: bool | int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self._member: Member = join(mpi_comm, device, check, timeout_s)
-        self._take(self._member)
+        self._take(join(mpi_comm, device, check, timeout_s))
 
     def _take(self, member: Member) -> None:
         """Set the attributes from what joining the group found out."""
+        self._member = member
         self.topology = member.topology
         self.rank: int = member.rank
         self.size: int = member.topology.size
@@ -87,14 +87,14 @@ class Communicator:
     def _of(cls, member: Member) -> Communicator:
         """A communicator of a group that was joined already."""
         comm = cls.__new__(cls)
-        comm._member = member
         comm._take(member)
         return comm
 
     def _next_call(self, call: str) -> int:
         """Number a call; raise if the communicator is closed."""
-        if self._closed:
-            raise ClosedError(f"{self.topology.describe(self.rank)}: {call}: this communicator was closed")
+        if self._closed or self._member.is_over:
+            why = "this communicator was closed" if self._closed else "MPI was finalized, and with it this communicator"
+            raise ClosedError(f"{self.topology.describe(self.rank)}: {call}: {why}")
         if self._broken:
             raise AbortedError(
                 f"{self.topology.describe(self.rank)}: {call}: the ranks may be in any state, so that only close() is "
@@ -351,14 +351,14 @@ class Communicator:
 
         Collective: every rank of the communicator calls it, and it counts as a call: while calls are checked, ranks
         that are still in another one make all of them raise. Calling it again does nothing. After a CommTimeoutError
-        it only ends the use of this rank's handle.
+        or MPI_Finalize it only ends the use of this rank's handle.
 
         Raises:
             MismatchError: another rank is in another call; on every rank. The communicator stays open.
         """
         if self._closed:
             return
-        if self._broken:
+        if self._broken or self._member.is_over:
             self._closed = True
             return
         with Call(self, "close", (), None):

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import io
 import os
 import stat
 import sys
@@ -26,18 +27,24 @@ _OTHERS_ARE_TOLD_S = 3.0
 """Ranks come to the end of a limit at different times, and a report takes 2 s where a rank is silent."""
 
 _guarded: set[int] = set()
+_hooked: set[int] = set()
 
 
-def guard_exit(mpi: Any) -> None:
+def guard_exit(mpi: Any, *, hooks: bool, supervised: bool) -> None:
     """Make an uncaught exception end all ranks, and tell the watchdogs when this process ends; once a process.
 
     Args:
         mpi: the module mpi4py.MPI.
+        hooks: whether exceptions end all ranks; the exit is taken over in any case.
+        supervised: whether `ncclcomm run` ends the other ranks, after a grace that MPI would not give them, when this
+            process fails.
     """
+    if hooks and os.getpid() not in _hooked:
+        _hooked.add(os.getpid())
+        _end_the_job_on_exceptions(mpi, supervised)
     if os.getpid() in _guarded:
         return
     _guarded.add(os.getpid())
-    _end_the_job_on_exceptions(mpi)
     # mpi4py finalises MPI when the interpreter is gone, and with it the watchdog that can tell of this rank.
     atexit.register(_leave, mpi, os.getpid())
 
@@ -55,38 +62,65 @@ def wait_until_read(stream: TextIO) -> None:
             time.sleep(0.005)
 
 
-def _abort(mpi: Any) -> None:
-    """End all ranks, once what was written is read."""
+def _abort(mpi: Any, supervised: bool = False) -> None:
+    """End all ranks, or this one where others are ended by who supervises it, once what was written is read."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
             wait_until_read(stream)
-    if not mpi.Is_finalized():
+    if not supervised and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(1)
     # MPICH's MPI_Abort can return to the caller.
     os._exit(1)
 
 
-def _end_the_job_on_exceptions(mpi: Any) -> None:
+def _end_the_job_on_exceptions(mpi: Any, supervised: bool) -> None:
     """Install hooks for the main thread and the others; a notebook has its own and goes on after an exception."""
     if "ipykernel" in sys.modules:
         return
     shown, shown_of_threads, rank = sys.excepthook, threading.excepthook, os.getpid()
+    if shown is sys.__excepthook__:
+        shown = _show_at_once
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         BOARD.leave_for_good(f"raised {kind.__name__}: {error}")
         shown(kind, error, traceback)
-        if os.getpid() == rank:  # a forked child is no rank
+        if os.getpid() == rank and not supervised:  # a forked child is no rank
+            _say_who_ends_the_job(mpi)
             _abort(mpi)
 
     def thread_hook(raised: threading.ExceptHookArgs) -> None:
         shown_of_threads(raised)
         if raised.exc_type is not SystemExit and os.getpid() == rank:
             BOARD.leave_for_good(f"raised {raised.exc_type.__name__} in a thread: {raised.exc_value}")
-            _abort(mpi)
+            if not supervised:
+                _say_who_ends_the_job(mpi)
+            _abort(mpi, supervised)
 
     sys.excepthook = hook
     threading.excepthook = thread_hook
+
+
+def _show_at_once(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Write the traceback in one piece, where Python writes it bit by bit: other ranks share the terminal."""
+    whole, stream = io.StringIO(), sys.stderr
+    sys.stderr = whole
+    try:
+        sys.__excepthook__(kind, error, traceback)
+    finally:
+        sys.stderr = stream
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr, or a closed one
+        stream.write(whole.getvalue())
+        stream.flush()
+
+
+def _say_who_ends_the_job(mpi: Any) -> None:
+    """Name the rank and its host, which no traceback does."""
+    if mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
+        return
+    rank = f"rank {mpi.COMM_WORLD.Get_rank()} of {mpi.COMM_WORLD.Get_size()}, on {os.uname().nodename}"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"ncclcomm: nobody caught that exception in {rank}, which ends the job\n")
 
 
 def _leave(mpi: Any, rank: int) -> None:
@@ -110,3 +144,6 @@ def _finalize(mpi: Any) -> None:
     except (OSError, AttributeError):
         finalize = mpi.Finalize
     finalize()
+    # A program's own handler that it registered before init comes after this one, and a second time is an abort.
+    atexit.unregister(mpi.Finalize)
+    mpi.Finalize = lambda: None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +21,8 @@ from ncclcomm.communicator.checks import Control, SoloControl, raise_mismatch, s
 from ncclcomm.communicator.engine import Engine
 from ncclcomm.communicator.exits import guard_exit
 from ncclcomm.communicator.gpu import GpuGroup, agree_on_gpus
-from ncclcomm.communicator.watchdog import Address, Group, watchdog
+from ncclcomm.communicator.log import say_what_was_chosen
+from ncclcomm.communicator.watchdog import Address, Group, report_head, watchdog
 from ncclcomm.devices.base import DeviceBackend
 from ncclcomm.devices.index import resolve_device
 from ncclcomm.devices.registry import current_backend
@@ -52,9 +55,15 @@ class Member:
     timeout_s: float | None = None
     """Time limit of a call; None: none."""
     addresses: tuple[Address, ...] = ()
-    """Where the ranks' watchdogs listen."""
+    """Where the ranks' watchdogs listen; () where they are off."""
     gpu: GpuGroup | None = None
     """What was agreed on the ranks' GPUs; None on the host backend."""
+    devices: tuple[int, ...] = ()
+    """Each rank's device, as that rank numbers it."""
+    nodes_by: str = "shared memory"
+    """What tells the nodes apart."""
+    log: bool = False
+    """Say what was chosen."""
     _host_engine: Engine | None = field(default=None, repr=False)
     _device_engine: Engine | None = field(default=None, repr=False)
 
@@ -70,6 +79,11 @@ class Member:
         if self.gpu is None:
             return "mpi", "mpi"
         return ("nccl" if self.gpu.use_nccl else "mpi, staged"), "mpi, staged"
+
+    @property
+    def is_over(self) -> bool:
+        """True once MPI was finalised: no rank can be reached, and nothing is left to free."""
+        return self.mpi_comm is not None and _is_finalized()()
 
     def on_device(self) -> AbstractContextManager[object]:
         """A context in which this rank's GPU is the current device."""
@@ -110,18 +124,23 @@ class Member:
         return Engine(self.topology, self.rank, intra, inter, empty)
 
     def watch(self) -> Member:
-        """Have this group's calls watched."""
+        """Have this group's calls watched, unless the watchdogs are off, and say what was chosen for it."""
         if self.mpi_comm is not None:
             from ncclcomm.transport import mpi
 
-            guard_exit(mpi.MPI)
-            watchdog(mpi.end_job).groups[self.name] = Group(self.name, self.topology, self.rank, self.addresses)
-        return self
+            guard_exit(mpi.MPI, hooks=bool(self.addresses), supervised=config.supervised())
+            if self.addresses:
+                group = Group(self.name, self.topology, self.rank, self.addresses)
+                watchdog(mpi.end_job).add(group, is_launched=mpi.MPI.COMM_WORLD.Get_size() > 1)
+        return say_what_was_chosen(self)
 
     def report(self, entry: Running, why: str) -> str:
         """Where all ranks are, as their watchdogs say."""
         from ncclcomm.transport import mpi
 
+        if not self.addresses:
+            head = report_head(entry, self.topology.describe(self.rank), why)
+            return f"{head}\n  where the others are is not known: NCCLCOMM_WATCHDOG=false"
         dog = watchdog(mpi.end_job)
         group = dog.groups[self.name]
         return dog.report(entry, group, dog.ask(group), why)
@@ -147,7 +166,7 @@ class Member:
         wanted = None if mine is None else colors.index(mine)
         order = sorted(range(comm.size), key=lambda rank: (facts[rank]["key"], rank)).index(comm.rank)
         if self.mpi_comm is None:
-            return None if wanted is None else _alone(self.backend, self.device, self.check, self.chunk_bytes)
+            return None if wanted is None else _alone(self.backend, self.device, self.check, self.chunk_bytes, self.log)
         from ncclcomm.transport import mpi
 
         _free_dropped(self.control)
@@ -167,8 +186,11 @@ class Member:
             node_names=tuple(names),
             name=_new_name(mpi.MpiControl(part)),
             timeout_s=self.timeout_s,
-            addresses=tuple(part.allgather(self.addresses[self.rank])),
+            addresses=tuple(part.allgather(self.addresses[self.rank])) if self.addresses else (),
             gpu=self.gpu,
+            devices=tuple(part.allgather(self.device)),
+            nodes_by=self.nodes_by,
+            log=self.log,
         ).watch()
 
     def close(self) -> None:
@@ -177,11 +199,20 @@ class Member:
             if self.mpi_comm is not None:
                 from ncclcomm.transport import mpi
 
-                watchdog(mpi.end_job).groups.pop(self.name, None)
+                if self.addresses:
+                    watchdog(mpi.end_job).groups.pop(self.name, None)
                 stack.callback(mpi.free, self.mpi_comm)
             for engine in (self._host_engine, self._device_engine):
                 if engine is not None:
                     stack.callback(engine.close)
+
+
+@cache
+def _is_finalized() -> Callable[[], bool]:
+    """MPI's own function; kept, since each call asks."""
+    from ncclcomm.transport import mpi
+
+    return mpi.MPI.Is_finalized
 
 
 _dropped: dict[str, Member] = {}
@@ -224,15 +255,25 @@ def join(mpi_comm: Any, device: Any, check: bool | int | None, timeout_s: float 
         settings = config.load()
         backend = current_backend()
         number = _device_for(device, 0, backend, share=False)
-        return _alone(backend, number, _check_of(check, settings), settings.chunk_bytes)
+        log = settings.log == "info"
+        return _alone(backend, number, _check_of(check, settings), settings.chunk_bytes, log).watch()
     from ncclcomm.transport import mpi
 
     return _join_mpi(mpi.duplicate(mpi_comm), device, check, timeout_s)
 
 
-def _alone(backend: DeviceBackend, device: int, check: bool | int, chunk_bytes: int) -> Member:
+def _alone(backend: DeviceBackend, device: int, check: bool | int, chunk_bytes: int, log: bool) -> Member:
     """The member of a world of one."""
-    return Member(Topology((0,)), 0, device, backend, check, chunk_bytes, None, SoloControl(), (0,))
+    return Member(Topology((0,)), 0, device, backend, check, chunk_bytes, None, SoloControl(), (0,), log=log)
+
+
+def _nodes_by(settings: config.Config) -> str:
+    """What tells nodes apart, in words."""
+    if settings.node_map:
+        return f"NCCLCOMM_NODE_MAP={','.join(map(str, settings.node_map))}"
+    if settings.node_sizes:
+        return f"NCCLCOMM_NODE_SIZE={','.join(map(str, settings.node_sizes))}"
+    return "shared memory"
 
 
 def _join_mpi(own: Any, device: Any, check: bool | int | None, timeout_s: float | None) -> Member:
@@ -250,10 +291,8 @@ def _join_mpi(own: Any, device: Any, check: bool | int | None, timeout_s: float 
         _agree_on(control, rank, settings, backend, checked, limit_s)
         names = together(control, rank, "init", lambda: nodes_of_hosts(host_of, settings.node_sizes, settings.node_map))
         topology = Topology(names)
-        local_rank = topology.locate(rank).local_rank
-        number = together(
-            control, rank, "init", lambda: _device_for(device, local_rank, backend, settings.share_devices)
-        )
+        place = _place_among(topology.locate(rank).local_rank, backend, settings.devices_per_rank)
+        number = together(control, rank, "init", lambda: _device_for(device, place, backend, settings.share_devices))
         gpu = agree_on_gpus(control, topology, rank, number, backend, share=settings.share_devices)
         if gpu is not None and gpu.warning:
             # A program may turn warnings into errors: then all ranks must get it.
@@ -261,8 +300,13 @@ def _join_mpi(own: Any, device: Any, check: bool | int | None, timeout_s: float 
     except Exception:
         mpi.free(own)
         raise
-    dog = watchdog(mpi.end_job)
-    dog.stall_s = settings.stall_s
+    addresses: tuple[Address, ...] = ()
+    if settings.watchdog:
+        dog = watchdog(mpi.end_job)
+        dog.stall_s = settings.stall_s
+        addresses = tuple(control.all_gather_object(dog.address))
+        # Before the next collective, so that all are still there.
+        dog.greet(addresses)
     return Member(
         topology=topology,
         rank=rank,
@@ -275,8 +319,11 @@ def _join_mpi(own: Any, device: Any, check: bool | int | None, timeout_s: float 
         node_names=names,
         name=_new_name(control),
         timeout_s=_timeout_of(timeout_s, settings),
-        addresses=tuple(control.all_gather_object(dog.address)),
+        addresses=addresses,
         gpu=gpu,
+        devices=tuple(control.all_gather_object(number)),
+        nodes_by=_nodes_by(settings),
+        log=settings.log == "info",
     ).watch()
 
 
@@ -295,6 +342,7 @@ def _agree_on(
         "NCCLCOMM_NODE_MAP": settings.node_map,
         "NCCLCOMM_CHUNK_BYTES": settings.chunk_bytes,
         "NCCLCOMM_SHARE_DEVICES": settings.share_devices,
+        "NCCLCOMM_WATCHDOG": settings.watchdog,
         "check": repr(check),
         "timeout_s": timeout_s,
     }
@@ -325,6 +373,11 @@ def _check_of(check: Any, settings: config.Config) -> bool | int:
     if number < 0:
         raise ArgumentError(f"check is {number}; expected True, False or a number of calls")
     return number
+
+
+def _place_among(local_rank: int, backend: DeviceBackend, per_rank: int | None) -> int:
+    """A rank's number among those that see the same devices: 0 where the launcher shows it its own alone."""
+    return 0 if per_rank is not None and backend.name == "cuda" else local_rank
 
 
 def _device_for(device: Any, local_rank: int, backend: DeviceBackend, share: bool) -> int:

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ncclcomm.communicator.board import BOARD, Running
+from ncclcomm.communicator.board import BOARD, Running, describe_call
 from ncclcomm.communicator.exits import wait_until_read
 from ncclcomm.topology import Topology, format_ranks
 
-__all__ = ["Address", "Group", "Watchdog", "watchdog"]
+__all__ = ["Address", "Group", "Watchdog", "report_head", "watchdog"]
 
 MOST_BETWEEN_LOOKS_S = 5.0
 CONFIRM_S = 0.5
@@ -33,8 +33,11 @@ CONFIRM_S = 0.5
 ANSWER_S = 2.0
 """How long a rank has to answer."""
 
-YIELD_S = 3.0
+YIELD_S = 5.0
 """How long a waiting rank leaves it to a lower one to report and end the job."""
+
+GREETED_HOSTS = 4
+"""How many other hosts a rank greets, so that a large job makes a few connections a rank."""
 
 LEFT_S = 10.0
 """How long a rank that finished a call and left may be what the others still wait for."""
@@ -49,6 +52,8 @@ class Address:
 
     host: str
     """Which host it is on: boot and network, so that only processes that share both use the loopback address."""
+    host_name: str
+    """The host's name, for reports alone: names need not be distinct."""
     addresses: tuple[str, ...]
     port: int
     token: str
@@ -62,6 +67,12 @@ class Group:
     topology: Topology
     rank: int
     addresses: tuple[Address, ...]
+
+    def describe(self, rank: int) -> str:
+        """A rank in words, with its host where there are several."""
+        words = self.topology.describe(rank)
+        several = any(address.host != self.addresses[0].host for address in self.addresses)
+        return f"{words} on {self.addresses[rank].host_name}" if several else words
 
 
 def _host_identity() -> str:
@@ -95,14 +106,32 @@ class Watchdog:
     def __init__(self, end_job: Callable[[int], None]) -> None:
         self._end_job = end_job
         self._socket = socket.create_server(("", 0), backlog=128)
-        self.address = Address(_host_identity(), _addresses(), self._socket.getsockname()[1], secrets.token_hex(8))
+        port = self._socket.getsockname()[1]
+        self.address = Address(_host_identity(), socket.gethostname(), _addresses(), port, secrets.token_hex(8))
         self.groups: dict[str, Group] = {}
         self.stall_s: float = 60.0
-        self._reached: set[Address] = set()
-        """Watchdogs that answered once: a refused connection to one of them means that its process is gone."""
+        self._routes: dict[str, str] = {}
+        """By host, the address at which a watchdog of it answered: where that refuses, the process asked for is gone.
+
+        Other addresses prove nothing: a firewall may refuse too, and several hosts can have the same inner address.
+        """
+        self._greeted: set[str] = set()
         self._pid = os.getpid()
+        self._launcher = os.getppid()
+        self._is_launched = False
         threading.Thread(target=self._serve, name="ncclcomm-watchdog-serve", daemon=True).start()
         threading.Thread(target=self._watch, name="ncclcomm-watchdog", daemon=True).start()
+
+    def add(self, group: Group, *, is_launched: bool) -> None:
+        """Watch the calls of a communicator, until it is taken out of `groups`.
+
+        Args:
+            group: the communicator.
+            is_launched: whether a launcher started this process as one of several ranks, so that it must not outlive
+                the launcher; a process started by hand may well outlive its shell.
+        """
+        self.groups[group.name] = group
+        self._is_launched = is_launched
 
     def _serve(self) -> None:
         """Answer the others."""
@@ -120,6 +149,8 @@ class Watchdog:
         """Look at this process's calls for ever."""
         while os.getpid() == self._pid:
             time.sleep(0.25)
+            if self._is_launched and os.getppid() != self._launcher:
+                _end_orphan()
             for entry in list(BOARD.running.values()):
                 group = self.groups.get(entry.group)
                 if group is not None:
@@ -165,15 +196,32 @@ class Watchdog:
         self._end_job(1)
         os._exit(1)
 
+    def greet(self, addresses: Sequence[Address]) -> None:
+        """Find out which other hosts answer at all, while their ranks are known to be there.
+
+        Without it a rank that ends before it was ever asked could not be told from one behind a firewall.
+        """
+        own = addresses.index(self.address)
+        nearest: dict[str, Address] = {self.address.host: self.address}
+        for address in [*addresses[own + 1 :], *addresses[:own]]:
+            nearest.setdefault(address.host, address)
+        new = [host for host in nearest if host != self.address.host and host not in self._greeted][:GREETED_HOSTS]
+        self._greeted.update(new)
+        self._ask_all([nearest[host] for host in new])
+
     def ask(self, group: Group) -> list[Any]:
         """Every rank's state; DIED where nothing listens any more, SILENT where nobody answers in time."""
-        answers: list[Any] = [SILENT] * len(group.addresses)
+        return self._ask_all(group.addresses)
+
+    def _ask_all(self, addresses: Sequence[Address]) -> list[Any]:
+        """The states of the ranks at some addresses."""
+        answers: list[Any] = [SILENT] * len(addresses)
         ranks = iter(range(len(answers)))
 
         def work() -> None:
             # One iterator for all threads: each rank is asked by one of them.
             for rank in ranks:
-                answers[rank] = self._ask_one(group.addresses[rank])
+                answers[rank] = self._ask_one(addresses[rank])
 
         threads = [threading.Thread(target=work, daemon=True) for _ in range(min(16, len(answers)))]
         with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter ends
@@ -189,39 +237,34 @@ class Watchdog:
         if address == self.address:
             return BOARD.state()
         local = address.host == self.address.host
-        refused = False
-        for host in ("127.0.0.1",) if local else address.addresses:
+        route = "127.0.0.1" if local else self._routes.get(address.host)
+        others = () if local else tuple(a for a in address.addresses if a != route and not a.startswith("127."))
+        for host in (route, *others) if route else others:
             try:
                 with socket.create_connection((host, address.port), timeout=ANSWER_S) as connection:
                     connection.sendall(address.token.encode() + b"\n")
                     with connection.makefile("rb") as lines:
                         line = lines.readline()
                 if line:
-                    self._reached.add(address)
+                    self._routes[address.host] = host
                     return json.loads(line)
             except ConnectionRefusedError:
-                refused = True
+                if host == route:
+                    return DIED
             except (OSError, ValueError):
                 continue
-        # Elsewhere a firewall may refuse as well.
-        return DIED if refused and (local or address in self._reached) else SILENT
+        return SILENT
 
     def report(self, entry: Running, group: Group, answers: Sequence[Any], why: str) -> str:
         """Where every rank of the group is, in words."""
-        from ncclcomm.communicator.board import describe_call
-
-        detail = describe_call(entry.arguments)
-        waited_s = time.monotonic() - entry.since_s
-        lines = [
-            f"ncclcomm: {group.topology.describe(group.rank)}: waited {waited_s:.0f} s in {entry.call} (call "
-            f"{entry.number}{', ' + detail if detail else ''}): {why}"
-        ]
         same = sorted(_same(entry, answers) | {group.rank})
-        lines.append(f"  in this call: {format_ranks(same)}")
+        lines = [report_head(entry, group.describe(group.rank), why), f"  in this call: {format_ranks(same)}"]
         for rank, answer in enumerate(answers):
             if rank not in same:
-                lines.append(f"  rank {rank}: {_elsewhere(entry, answer)}")
-        if len(same) == len(answers):
+                lines.append(f"  {group.describe(rank)}: {_elsewhere(entry, answer)}")
+            elif any(running["on_device"] for running in _matching(entry, answer)):
+                lines.append(f"  {group.describe(rank)}: in this call, waiting for work queued on its device")
+        if len(lines) == 2:
             lines.append(
                 "  nobody is missing: the ranks' root, op, shape or dtype may differ (NCCLCOMM_CHECK=true finds out), "
                 "or timeout_s was passed on some of them alone"
@@ -229,22 +272,43 @@ class Watchdog:
         return "\n".join(lines)
 
 
+def _end_orphan() -> None:
+    """End this process: nobody is left who would end it, or could tell the ranks elsewhere."""
+    with contextlib.suppress(OSError):  # what reads stderr may have gone as well
+        os.write(2, b"ncclcomm: the launcher that started this rank has ended, and so does the rank\n")
+    os._exit(1)
+
+
 def _is_running(entry: Running) -> bool:
     """True if a thread of this process is still in the call."""
     return any(running is entry for running in list(BOARD.running.values()))
 
 
+def report_head(entry: Running, who: str, why: str) -> str:
+    """A report's first line: who waited in which call, and why that is told.
+
+    Args:
+        entry: the call.
+        who: the rank that waited, in words.
+        why: what ends the waiting, or that it goes on.
+    """
+    detail = describe_call(entry.arguments)
+    waited_s = time.monotonic() - entry.since_s
+    call = f"{entry.call} (call {entry.number}{', ' + detail if detail else ''})"
+    return f"ncclcomm: {who}: waited {waited_s:.0f} s in {call}: {why}"
+
+
+def _matching(entry: Running, answer: Any) -> list[dict[str, Any]]:
+    """What a rank runs that is the same call."""
+    if not isinstance(answer, dict):
+        return []
+    call = (entry.group, entry.call, entry.number)
+    return [running for running in answer["running"] if (running["group"], running["call"], running["number"]) == call]
+
+
 def _same(entry: Running, answers: Sequence[Any]) -> set[int]:
     """Ranks that are in the same call."""
-    return {
-        rank
-        for rank, answer in enumerate(answers)
-        if isinstance(answer, dict)
-        and any(
-            r["group"] == entry.group and r["call"] == entry.call and r["number"] == entry.number
-            for r in answer["running"]
-        )
-    }
+    return {rank for rank, answer in enumerate(answers) if _matching(entry, answer)}
 
 
 def _gone(entry: Running, answers: Sequence[Any]) -> set[int]:
@@ -277,7 +341,8 @@ def _elsewhere(entry: Running, answer: Any) -> str:
         call, number = answer["last"].get(entry.group, ("", -1))
         words.append(f"last finished {call} (call {number})" if number >= 0 else "has finished no call")
     if entry.group in answer["broken"]:
-        words.append(f"can't go on: {answer['broken'][entry.group][1]}")
+        # A time limit's reason is a whole report.
+        words.append(f"can't go on: {answer['broken'][entry.group][1].splitlines()[0]}")
     if answer["leaving"]:
         words.append(answer["leaving"])
     if answer["line"]:

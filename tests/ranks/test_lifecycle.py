@@ -107,6 +107,7 @@ BAD_VALUES = {
     "NCCLCOMM_NODE_MAP": ["a,b", "-1", "0;1"],
     "NCCLCOMM_CHUNK_BYTES": ["much", "0", "-5", "1e6"],
     "NCCLCOMM_CHECK": ["maybe", "-1", "1.5"],
+    "NCCLCOMM_WATCHDOG": ["perhaps", "2"],
 }
 
 
@@ -145,6 +146,7 @@ DIFFERING = {
     "NCCLCOMM_NODE_MAP": (",".join("0" * WORLD.size), ",".join(str(rank % 2) for rank in range(WORLD.size))),
     "NCCLCOMM_CHUNK_BYTES": ("1024", "2048"),
     "NCCLCOMM_CHECK": ("true", "5"),
+    "NCCLCOMM_WATCHDOG": ("true", "false"),
 }
 
 

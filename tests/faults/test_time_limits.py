@@ -1,0 +1,148 @@
+"""Ranks that never come, and work that never ends: a time limit tells every rank that waits where the others are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from faults.rank_programs import ENDS_WITHIN_S, run_program
+from flavours import FLAVOURS, Flavour
+
+pytestmark = pytest.mark.flavours(*FLAVOURS)
+
+
+def test_a_time_limit_raises_on_every_waiting_rank(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+def elsewhere():
+    time.sleep(8)
+
+if comm.rank == 1:
+    elsewhere()
+    sys.exit(0)
+try:
+    comm.all_reduce(np.ones(7))
+except ncclcomm.CommTimeoutError as error:
+    print("told", comm.rank, error.timeout_s, isinstance(error, TimeoutError), error, flush=True)
+try:
+    comm.barrier()
+except ncclcomm.AbortedError:
+    print("closed to calls", flush=True)
+comm.close()
+"""
+    ended, seconds = run_program(flavour, tmp_path, body, init="timeout_s=2")
+    assert ended.returncode != 0, "a job whose ranks gave up on each other must not end well"
+    assert seconds < ENDS_WITHIN_S
+    assert ended.stdout.count("told 0 2.0 True") == 1, ended.stdout
+    assert ended.stdout.count("told 2 2.0 True") == 1, ended.stdout
+    assert ended.stdout.count("closed to calls") == 2
+    assert "rank 1 (node 0, local 1): last finished all_reduce (call 0), at program.py" in ended.stdout
+    assert "in elsewhere" in ended.stdout
+
+
+def test_a_call_within_its_limit_is_a_call_as_others(flavour: Flavour, tmp_path: Path) -> None:
+    body = "print(comm.all_reduce(np.ones(2), timeout_s=30)[0]); comm.barrier(timeout_s=30); comm.close()\n"
+    ended, _ = run_program(flavour, tmp_path, body)
+    assert (ended.returncode, ended.stdout.count("3.0")) == (0, 3), ended.stderr
+
+
+def test_a_stall_is_told_once_and_the_job_goes_on(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+if comm.rank == 2:
+    time.sleep(7)
+print(comm.all_reduce(np.ones(2))[0])
+comm.close()
+"""
+    ended, _ = run_program(flavour, tmp_path, body, NCCLCOMM_STALL_S="2")
+    assert (ended.returncode, ended.stdout.count("3.0")) == (0, 3), ended.stderr
+    assert ended.stderr.count("still waiting") == 1, ended.stderr
+    assert "in this call: ranks 0-1" in ended.stderr
+    stalled = r"rank 2 \(node 0, local 2\): last finished all_reduce \(call 0\), at program.py:\d+ in <module>"
+    assert re.search(stalled, ended.stderr), ended.stderr
+
+
+@pytest.mark.parametrize("limit", ["-1", "0", "'2'", "True", "float('nan')"])
+def test_a_time_limit_that_is_none(flavour: Flavour, tmp_path: Path, limit: str) -> None:
+    body = f"""
+try:
+    comm.barrier(timeout_s={limit})
+except ncclcomm.ArgumentError as error:
+    os.write(1, f"told {{'timeout_s is' in str(error)}}\\n".encode())
+comm.close()
+"""
+    ended, _ = run_program(flavour, tmp_path, body, n=2)
+    assert (ended.returncode, ended.stdout) == (0, "told True\n" * 2), ended.stderr
+
+
+def test_a_time_limit_that_is_none_is_told_unchecked_too(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+try:
+    comm.barrier(timeout_s="2")
+except ncclcomm.ArgumentError as error:
+    os.write(1, f"told {'timeout_s is' in str(error)}\\n".encode())
+"""
+    ended, _ = run_program(flavour, tmp_path, body, init="check=False", n=2)
+    assert (ended.returncode, ended.stdout) == (0, "told True\n" * 2), ended.stderr
+
+
+def test_work_of_a_device_that_does_not_end(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+array = ncclcomm.asarray(np.ones(4))
+comm.all_reduce(array)
+if comm.rank == 1:
+    ncclcomm.current_stream().launch(threading.Event().wait)
+try:
+    comm.all_reduce(array)
+except ncclcomm.CommTimeoutError as error:
+    os.write(1, f"told {comm.rank}: {error}\\n".encode())
+"""
+    ended, seconds = run_program(flavour, tmp_path, body, init="timeout_s=2", NCCLCOMM_HOST_STREAMS="async")
+    assert ended.returncode != 0
+    assert seconds < ENDS_WITHIN_S
+    stuck = "rank 1 (node 0, local 1): in this call, waiting for work queued on its device"
+    told = re.findall(r"told ([02]): ncclcomm: rank \1 ", ended.stdout)
+    assert sorted(told) == ["0", "2"], ended.stdout + ended.stderr
+    assert stuck in ended.stdout, ended.stdout
+    # The thread of rank 1 is out of reach of an exception.
+    assert ended.stderr.count("ncclcomm: rank 1 (node 0, local 1): waited") == 1, ended.stderr
+    assert stuck in ended.stderr, ended.stderr
+
+
+def test_work_of_a_device_that_does_not_end_in_a_world_of_one(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+ncclcomm.current_stream().launch(threading.Event().wait)
+comm.all_reduce(ncclcomm.asarray(np.ones(4)))
+"""
+    ended, seconds = run_program(flavour, tmp_path, body, init="timeout_s=1", n=1, NCCLCOMM_HOST_STREAMS="async")
+    assert ended.returncode != 0
+    assert seconds < ENDS_WITHIN_S
+    assert "in this call, waiting for work queued on its device" in ended.stderr, ended.stderr
+
+
+def test_without_the_watchdog_nothing_watches(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+import glob
+names = {thread.name for thread in threading.enumerate()}
+sockets = sum(os.readlink(name).startswith("socket:") for name in glob.glob("/proc/self/fd/*") if os.path.islink(name))
+os.write(1, f"{names} {sys.excepthook is sys.__excepthook__}\\n".encode())
+if comm.rank == 1:
+    open(os.environ["SIGNAL"], "w").close()
+    sys.exit(0)
+while not os.path.exists(os.environ["SIGNAL"]):
+    time.sleep(0.01)
+try:
+    comm.all_reduce(np.ones(2))
+except ncclcomm.CommTimeoutError as error:
+    os.write(1, f"told {comm.rank}: {error}\\n".encode())
+"""
+    signal = str(tmp_path / "signal")
+    ended, seconds = run_program(flavour, tmp_path, body, init="timeout_s=3", NCCLCOMM_WATCHDOG="false", SIGNAL=signal)
+    assert ended.stdout.count("{'MainThread'} True") == 3, ended.stdout
+    assert ended.returncode != 0
+    assert seconds < ENDS_WITHIN_S
+    assert "will not come" not in ended.stderr
+    for rank in (0, 2):
+        head = rf"told {rank}: ncclcomm: rank {rank} \(node 0, local {rank}\): waited 3 s in all_reduce \(call 1, shape"
+        assert re.search(head, ended.stdout), ended.stdout
+    assert ended.stdout.count("NCCLCOMM_WATCHDOG=false") == 2
