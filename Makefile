@@ -9,6 +9,8 @@ PYTEST_ARGS ?=
 
 comma := ,
 EXTRA_GPU := $(if $(GPU),$(comma)$(GPU))
+# Intel MPI is there for x86 processors alone.
+INTELMPI := $(if $(filter x86_64,$(shell uname -m)),.venv-intelmpi)
 # Paths are relative throughout: make cannot handle a prerequisite with a space in it.
 PIN := pyproject.toml constraints.txt
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -19,7 +21,7 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.
 
 help:
 	@echo 'make demo    train a classifier on $(N) ranks (N=...), in an environment made in .venv'
-	@echo 'make test    run every test, under MPICH and Open MPI (PYTEST_ARGS=...)'
+	@echo 'make test    run every test, under MPICH, Open MPI and Intel MPI (PYTEST_ARGS=...)'
 	@echo 'make test-cuda   that the packages for GPUs report cleanly where there is none (a large download)'
 	@echo 'make check   linter, types, and the rules that tests/style reads out of the code'
 	@echo 'make docs    build the site into site/'
@@ -29,9 +31,10 @@ help:
 demo: .venv/.with-examples
 	.venv/bin/ncclcomm run -n $(N) docs/examples/digits.py
 
-test: .venv/.with-test .venv-openmpi/.with-test
+test: .venv/.with-test .venv-openmpi/.with-test $(INTELMPI:=/.with-test)
 	NCCLCOMM_TEST_PYTHON_MPICH="$(CURDIR)/.venv/bin/python" \
 	NCCLCOMM_TEST_PYTHON_OPENMPI="$(CURDIR)/.venv-openmpi/bin/python" \
+	NCCLCOMM_TEST_PYTHON_INTELMPI="$(if $(INTELMPI),$(CURDIR)/$(INTELMPI)/bin/python)" \
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
 
 test-cuda: .venv/.with-test .venv-cuda/.with-cuda12
@@ -47,7 +50,7 @@ docs: .venv/.with-docs
 	.venv/bin/python -m mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-openmpi .venv-cuda build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-openmpi .venv-intelmpi .venv-cuda build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 python-ok:
@@ -60,15 +63,16 @@ python-ok:
 	    echo 'error: $(PYTHON) cannot make environments; run: apt install python3-venv' >&2; exit 1; }
 
 # A stamp in an environment says that a set of packages is in it; a change of the pins or ranges renews it.
-.venv/.made .venv-openmpi/.made .venv-cuda/.made: | python-ok
+.venv/.made .venv-openmpi/.made .venv-intelmpi/.made .venv-cuda/.made: | python-ok
 	$(PYTHON) -m venv $(@D)
 	@touch $@
 
 .venv/.with-examples: EXTRAS := mpich,examples
-.venv/.with-test: EXTRAS := mpich,examples,test
+.venv/.with-test: EXTRAS := mpich,examples,bench,test
 .venv/.with-dev: EXTRAS := mpich,examples,test,bench,dev
 .venv/.with-docs: EXTRAS := docs
-.venv-openmpi/.with-test: EXTRAS := openmpi,examples,test
+.venv-openmpi/.with-test: EXTRAS := openmpi,examples,bench,test
+.venv-intelmpi/.with-test: EXTRAS := intelmpi,test
 
 .venv/.with-%: .venv/.made $(PIN)
 	@echo 'installing ncclcomm[$(EXTRAS)$(EXTRA_GPU)] into $(@D)'
@@ -81,6 +85,11 @@ python-ok:
 	@touch $@
 
 .venv-openmpi/.with-%: .venv-openmpi/.made $(PIN)
+	@echo 'installing ncclcomm[$(EXTRAS)$(EXTRA_GPU)] into $(@D)'
+	@$(@D)/bin/python $(PIP_INSTALL) -e '.[$(EXTRAS)$(EXTRA_GPU)]'
+	@touch $@
+
+.venv-intelmpi/.with-%: .venv-intelmpi/.made $(PIN)
 	@echo 'installing ncclcomm[$(EXTRAS)$(EXTRA_GPU)] into $(@D)'
 	@$(@D)/bin/python $(PIP_INSTALL) -e '.[$(EXTRAS)$(EXTRA_GPU)]'
 	@touch $@

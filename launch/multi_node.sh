@@ -10,6 +10,7 @@
 #   --ssh COMMAND     in place of ssh, with its options (default: NCCLCOMM_SSH, or ssh)
 #   -x NAME[,NAME]    further variables that the ranks get; see `forwarded` below for what they get anyway
 #   -m MODULE         in SCRIPT's place
+#   --help            prints these lines
 #
 # Every host needs this folder, the script and the Python environment at the same path, and ssh without a password.
 # PYTHON names the interpreter (default: python3); the mpiexec beside it is used, else the one on PATH. The exit status is
@@ -26,9 +27,14 @@ die() { say "$@"; exit 2; }
 # shellcheck source=launch/host_list.sh
 . "$(dirname "$0")/host_list.sh"
 
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+    exit
+fi
+
 ranks='' ppn='' list='' hostfile='' agent=${NCCLCOMM_SSH:-ssh} extra=()
 while (($#)) && [[ $1 == -* && $1 != -m ]]; do
-    [[ -n ${2:-} ]] || die "$1 needs a value; see the head of this script"
+    [[ -n ${2:-} ]] || die "$1 needs a value; see --help"
     case $1 in
     -n) is_count "$2" || die "-n '$2' is no number of ranks of 1 or more" && ranks=$2 ;;
     --ppn) is_count "$2" || die "--ppn '$2' is no number of ranks of 1 or more" && ppn=$2 ;;
@@ -51,6 +57,9 @@ else
     [[ -f $1 && -r $1 ]] || die "there is no file '$1' that can be read (in $PWD)"
     script=$1
 fi
+for word; do
+    [[ $word != : ]] || die "mpiexec takes what follows a ':' for a second program: use \`ncclcomm run\`"
+done
 
 # A whole path, which the other hosts must have too; links stay, as an environment's python is one.
 python=$(command -v "${PYTHON:-python3}") || die "no interpreter ${PYTHON:-python3}: set PYTHON"
@@ -70,13 +79,14 @@ for index in "${!names[@]}"; do
     : "${slots[index]:=$unnamed}"
     ((total += slots[index]))
 done
-left=${ranks:=$total} places='' used=()
+left=${ranks:=$total} places='' used=() counts=()
 ((ranks <= total)) || die "-n $ranks is more than the hosts' $total slots; add hosts, or raise --ppn or their slots"
 for index in "${!names[@]}"; do
     count=$((slots[index] < left ? slots[index] : left))
     ((count)) || break
     left=$((left - count))
     used+=("${names[index]}")
+    counts+=("$count")
     places+=${places:+,}${names[index]}:$count
 done
 
@@ -84,7 +94,7 @@ done
 forwarded() {
     case $1 in
     PATH | LD_LIBRARY_PATH | LD_PRELOAD | VIRTUAL_ENV | PYTHON* | NCCLCOMM_* | NCCL_* | CUDA_* | CUPY_*) return 0 ;;
-    OMP_* | OPENBLAS_* | MKL_* | NUMEXPR_* | FI_* | UCX_* | MPIR_CVAR_*) return 0 ;;
+    OMP_* | OPENBLAS_* | MKL_* | NUMEXPR_* | FI_* | UCX_* | MPIR_CVAR_* | I_MPI_*) return 0 ;;
     esac
     return 1
 }
@@ -101,7 +111,8 @@ setting() {
 crowded=0
 ((total <= $(nproc) * ${#used[@]})) || crowded=1
 fast_network=$(compgen -G '/sys/class/infiniband/*' || compgen -G '/sys/class/cxi/*' || true)
-if [[ $("$mpiexec" --version 2>&1) == *"Open MPI"* ]]; then
+version=$("$mpiexec" --version 2>&1) || true
+if [[ $version == *"Open MPI"* ]]; then
     flavour=openmpi
     # Two ranks would each be pinned to one core, their threads with them.
     setting PRTE_MCA_hwloc_default_binding_policy none
@@ -112,10 +123,16 @@ if [[ $("$mpiexec" --version 2>&1) == *"Open MPI"* ]]; then
         setting OMPI_ALLOW_RUN_AS_ROOT_CONFIRM 1
     fi
 else
-    flavour=mpich
-    ((!crowded)) || setting MPIR_CVAR_CH4_NETMOD ofi
     # Left to itself the MPICH wheel was slower over TCP, and hung in some runs on crowded hosts; why is not known.
     [[ -n $fast_network ]] || setting FI_PROVIDER tcp
+    if [[ $version == *"Intel(R) MPI"* ]]; then
+        flavour=intelmpi
+        # Each rank would be pinned to its share of the cores, its threads with it.
+        setting I_MPI_PIN off
+    else
+        flavour=mpich
+        ((!crowded)) || setting MPIR_CVAR_CH4_NETMOD ofi
+    fi
 fi
 
 # Every rank bears this, by which whatever a broken job leaves behind is found.
@@ -141,12 +158,25 @@ if [[ $flavour == openmpi ]]; then
     command=("$mpiexec" --prtemca plm_ssh_agent "${agent_words[*]}" --host "$places" --map-by slot)
     for name in "${variables[@]}"; do command+=(-x "$name"); done
 else
-    settings+=("HYDRA_LAUNCHER_EXTRA_ARGS=${agent_words[*]:1}")
-    export HYDRA_LAUNCHER_EXTRA_ARGS="${agent_words[*]:1}"
-    command=("$mpiexec" -launcher ssh -launcher-exec "${agent_words[0]}" -hosts "$places"
-        -genvlist "$(IFS=, && echo "${variables[*]}")")
+    # Hydra, MPICH's and Intel MPI's. Each reads its own variable for the options of ssh.
+    extra_args=HYDRA_LAUNCHER_EXTRA_ARGS
+    [[ $flavour == mpich ]] || extra_args=I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS
+    settings+=("$extra_args=${agent_words[*]:1}")
+    export "$extra_args=${agent_words[*]:1}"
+    command=("$mpiexec" -launcher ssh -launcher-exec "${agent_words[0]}" -genvlist "$(IFS=, && echo "${variables[*]}")")
+    # With -genvlist MPICH 5.0.2 loses the last entry of its environment; `env` puts one there that nobody needs.
+    [[ $flavour == intelmpi ]] || command=(env -u NCCLCOMM_LAST NCCLCOMM_LAST=1 "${command[@]}")
+    [[ $flavour == intelmpi ]] || command+=(-hosts "$places")
 fi
-command+=(-n "$ranks" "${program[@]}")
+if [[ $flavour == intelmpi ]]; then
+    # It reads no `:COUNT` behind a host: a part of the command for each.
+    for index in "${!used[@]}"; do
+        ((!index)) || command+=(:)
+        command+=(-host "${used[index]}" -n "${counts[index]}" "${program[@]}")
+    done
+else
+    command+=(-n "$ranks" "${program[@]}")
+fi
 
 # Runs on every host while the job does: looks whether it could run there, says so, and waits for the end of its input,
 # which comes when this script ends in whatever way. Then it kills what is left of the job.

@@ -4,24 +4,35 @@
 #   launch/single_node.sh N SCRIPT [ARGS ...]        (-m MODULE in SCRIPT's place works too)
 #
 # PYTHON names the interpreter (default: python3). The mpiexec beside it is used, else the one on PATH: it must belong
-# to the MPI that this interpreter's mpi4py loads. The exit status is mpiexec's.
+# to the MPI that this interpreter's mpi4py loads: MPICH, Open MPI or Intel MPI. The exit status is mpiexec's; 2 if
+# nothing was started. --help prints these lines.
 set -euo pipefail
 
-if (( $# < 2 )) || ! [[ $1 =~ ^[1-9][0-9]*$ ]]; then
+die() { echo "$0: $*" >&2; exit 2; }
+
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+    exit
+fi
+if (( $# < 2 )) || ! [[ $1 =~ ^[1-9][0-9]{0,5}$ ]]; then
     echo "usage: $0 N SCRIPT [ARGS ...]   N: number of ranks, 1 or more; got: $*" >&2
     exit 2
 fi
 ranks=$1
 shift
-
-if ! python=$(command -v "${PYTHON:-python3}"); then
-    echo "$0: no interpreter ${PYTHON:-python3}: set PYTHON" >&2
-    exit 2
+if [[ $1 == -m ]]; then
+    [[ -n ${2:-} ]] || die "-m needs the name of a module"
+else
+    [[ -f $1 && -r $1 ]] || die "there is no file '$1' that can be read (in $PWD)"
 fi
+for word; do
+    [[ $word != : ]] || die "mpiexec takes what follows a ':' for a second program: use \`ncclcomm run\`"
+done
+
+python=$(command -v "${PYTHON:-python3}") || die "no interpreter ${PYTHON:-python3}: set PYTHON"
 mpiexec=$(dirname "$python")/mpiexec
 if [[ ! -x $mpiexec ]] && ! mpiexec=$(command -v mpiexec); then
-    echo "$0: no mpiexec beside $python or on PATH: pip install 'ncclcomm[mpich]'" >&2
-    exit 2
+    die "no mpiexec beside $python or on PATH: pip install 'ncclcomm[mpich]'"
 fi
 
 # Prints the variable and exports it, unless it is set already.
@@ -32,7 +43,8 @@ setting() {
     settings+=("$1=$2")
 }
 
-if [[ $("$mpiexec" --version 2>&1) == *"Open MPI"* ]]; then
+version=$("$mpiexec" --version 2>&1) || true
+if [[ $version == *"Open MPI"* ]]; then
     # More ranks than cores are refused without it.
     setting PRTE_MCA_rmaps_default_mapping_policy :oversubscribe
     # Two ranks would each be pinned to one core, their threads with them.
@@ -48,6 +60,9 @@ if [[ $("$mpiexec" --version 2>&1) == *"Open MPI"* ]]; then
         setting OMPI_ALLOW_RUN_AS_ROOT 1
         setting OMPI_ALLOW_RUN_AS_ROOT_CONFIRM 1
     fi
+elif [[ $version == *"Intel(R) MPI"* ]]; then
+    # Each rank would be pinned to its share of the cores, its threads with it.
+    setting I_MPI_PIN off
 elif (( ranks > $(nproc) )); then
     # MPICH: the other network module spins without giving the core away.
     setting MPIR_CVAR_CH4_NETMOD ofi

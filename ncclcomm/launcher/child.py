@@ -1,10 +1,9 @@
 """What each rank runs: the user's program as `__main__`, and beside it a small process that watches it.
 
 The MPI launcher starts `python .../child.py [-m] PROGRAM ARGS...` once a rank. The process forks before it has imported
-anything of note. The fork runs the program as plain Python would. The first process only waits: it tells
-`ncclcomm run`, through a pipe in the job's directory, how the program ended, which no MPI launcher tells in full, and
-ends the program when `ncclcomm run` is gone. After a failure it stays until it is let go, so that the MPI launcher
-does not tear the other ranks down before they have had their SIGTERM and their grace.
+anything of note. The fork runs the program as plain Python would. The first process only watches it (watch.py): it
+tells `ncclcomm run` how the program ended, which no MPI launcher tells in full, and ends the program when told to, or
+when `ncclcomm run` is gone.
 
 The file is run by its path and imports the standard library alone: a module of the user's directory cannot take the
 place of one that this file needs, and the program finds `sys.modules` as plain Python leaves it.
@@ -23,129 +22,161 @@ import signal
 import sys
 import types
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 __all__ = ["RANK_VARIABLES", "main"]
 
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-"""Where the MPI launchers put a rank's number, before MPI starts."""
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+"""Where the launchers put a rank's number, before MPI starts; mpiexec's first, as it may run inside a task of srun."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _WATCHED = (*_FORWARDED, signal.SIGCHLD)
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class _Report(io.RawIOBase):
+    """The pipe for a program's last words. What is written has been passed on to `ncclcomm run` when write returns.
+
+    It may be followed by an abort, which kills the watcher too. The first byte of a piece tells its kind; see watch.py.
+    """
+
+    def __init__(self, descriptor: int, answers: int) -> None:
+        self._descriptor = descriptor
+        self._answers = answers
+        self._inode = os.fstat(descriptor).st_ino
+        self._program = os.getpid()
+
+    def is_mine(self) -> bool:
+        """True in the program itself, not in a fork of it, as long as it has not closed the pipe."""
+        with contextlib.suppress(OSError):
+            return os.getpid() == self._program and os.fstat(self._descriptor).st_ino == self._inode
+        return False
+
+    def fileno(self) -> int:
+        """The pipe."""
+        return self._descriptor
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of it, and wait until the watcher has passed it on."""
+        text = bytes(data)
+        for start in range(0, len(text), select.PIPE_BUF - 1):
+            self._pass_on(b"+" + text[start : start + select.PIPE_BUF - 1])
+        return len(text)
+
+    def fail(self, status: int) -> None:
+        """Tell the status, and live on until the watcher kills this process.
+
+        Its end would break connections to other ranks, which might fail for that and be heard of first.
+        """
+        self._pass_on(b"=%d" % status)
+        os.read(self._answers, 1)
+
+    def _pass_on(self, piece: bytes) -> None:
+        """Hand a piece to the watcher; the pipe takes it as a whole."""
+        os.write(self._descriptor, piece)
+        os.read(self._answers, 1)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the program of a rank; called once, at the bottom of this file.
 
     Args:
-        argv: `[-m] PROGRAM ARGS...`.
+        argv: `[-m] PROGRAM ARGS...`; or `--escaped` and these words, each behind a `=`.
 
     Returns:
         The exit status of a program that ended well. A program that failed ends the process instead.
     """
     rank = next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), "0")
-    directory = os.environ.get("NCCLCOMM_JOB_DIR", "")
-    if os.path.isdir(directory):
-        _split(rank, directory)
-    return _run_program(argv, rank, directory)
+    link = os.environ.get("NCCLCOMM_JOB_LINK", "")
+    report = _split(rank, link) if link else None
+    try:
+        _allot_devices()
+    except ValueError as error:
+        _fail(SystemExit(f"ncclcomm: rank {rank}: {error}"), 1, rank, report)
+    return _run_program(argv, rank, report)
 
 
-def _split(rank: str, directory: str) -> None:
-    """Go on in a fork; the first process watches it and never returns."""
+def _split(rank: str, link: str) -> _Report:
+    """Go on in a fork, which gets the pipe for its last words; the first process watches it and never returns."""
     watcher = os.getpid()
+    read, write = os.pipe()
+    answers, answer = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    # What the program leaves behind becomes the watcher's, wherever its parents have gone, and so can be ended.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     program = os.fork()
+    with contextlib.suppress(OSError):  # in both processes, as either may be the first
+        # A signal that the MPI launcher sends to the watcher's group comes once, forwarded.
+        os.setpgid(program, program)
     if program:
-        _watch(program, rank, directory)
-    os.setpgid(0, 0)  # a signal that the MPI launcher sends to the watcher's group comes once, forwarded
-    _die_with_parent(watcher)
+        os.close(write)
+        _watch(program, rank, (read, answer), link)
+    os.close(read)
+    os.close(answer)
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != watcher:
+        os._exit(128 + signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.environ["NCCLCOMM_JOB_PROGRAM"] = str(os.getpid())  # what inherits it is not watched
+    return _Report(write, answers)
 
 
-def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, whatever ends it."""
-    with contextlib.suppress(ImportError, OSError, AttributeError):  # without it `ncclcomm run` still finds leftovers
+def _prctl(option: int, value: int) -> None:
+    """Set an attribute of this process; without it `ncclcomm run` still finds leftovers of its own host."""
+    with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _watch(program: int, rank: str, directory: str) -> NoReturn:
-    """Wait for the program, passing signals on; tell how it ended; exit with its status."""
+def _watch(program: int, rank: str, report: tuple[int, int], link: str) -> NoReturn:
+    """Wait for the program; see watch.py."""
     wakeup, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     for number in _WATCHED:
         signal.signal(number, lambda *_: None)
-    launcher = os.open(os.path.join(directory, "lifeline"), os.O_RDONLY | os.O_NONBLOCK)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-    _tell(directory, f"start {rank} {os.getpid()}")
-
-    if not _launcher_lives():
-        os.kill(program, signal.SIGKILL)
-    poll = select.poll()
-    poll.register(wakeup, select.POLLIN)
-    poll.register(launcher, 0)  # POLLHUP: the launcher closed it, or is gone
-    asked = False
-    while True:
-        ended, status = os.waitpid(program, os.WNOHANG)
-        if ended:
-            break
-        for descriptor, _ in poll.poll():
-            if descriptor == launcher:
-                poll.unregister(launcher)
-                os.kill(program, signal.SIGKILL)
-                continue
-            for arrived in os.read(wakeup, 512):
-                if arrived != signal.SIGCHLD:
-                    asked = True
-                    os.kill(program, arrived)
-
-    killed_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    code = 128 + killed_by if killed_by else os.WEXITSTATUS(status)
-    _tell(directory, f"end {rank} {code} {killed_by} {int(asked)}")
-    if (code or asked) and _launcher_lives():
-        hangup = select.poll()
-        hangup.register(launcher, 0)
-        hangup.poll()
-    if not _launcher_lives():
-        _remove(directory)
-    os._exit(code)
+    directory = os.environ.get("NCCLCOMM_JOB_DIR", "")
+    _beside("watch").watch(program, rank=rank, report=report, link=link, directory=directory, wakeup=wakeup)
+    raise AssertionError("a watcher exits by itself")
 
 
-def _remove(directory: str) -> None:
-    """Remove the job's directory, whose maker can no longer do it."""
-    import shutil
-
-    shutil.rmtree(directory, ignore_errors=True)  # other watchers do the same at the same time
-
-
-def _launcher_lives() -> bool:
-    """True while the process that made the job's directory is there."""
-    try:
-        os.kill(int(os.environ["NCCLCOMM_JOB_PID"]), 0)
-    except (KeyError, ValueError, ProcessLookupError):
-        return False
-    return True
+def _beside(name: str) -> Any:
+    """Load a file of this folder without a trace in sys.modules."""
+    spec = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def _tell(directory: str, line: str) -> None:
-    """Write one line to `ncclcomm run`; it is shorter than PIPE_BUF, so lines of ranks do not mix."""
-    with contextlib.suppress(OSError):  # `ncclcomm run` is gone, and with it whoever would want to know
-        events = os.open(os.path.join(directory, "events"), os.O_WRONLY | os.O_NONBLOCK)
-        try:
-            os.write(events, f"{line}\n".encode())
-        finally:
-            os.close(events)
+def _allot_devices() -> None:
+    """Leave the program the devices of its rank, where `ncclcomm run` was told how many each gets."""
+    per_rank = os.environ.get("NCCLCOMM_DEVICES_PER_RANK", "")
+    if per_rank:
+        devices = _beside("devices")
+        local_rank = devices.local_rank_of(os.environ)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices.devices_of(visible, local_rank or 0, int(per_rank))
 
 
-def _run_program(argv: Sequence[str], rank: str, directory: str) -> int:
+def _run_program(argv: Sequence[str], rank: str, report: _Report | None) -> int:
     """Run the program as `__main__`; return if it ends well, else report and end the job."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a pipe to the MPI launcher would hold lines back
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # a pipe to the MPI launcher would hold lines back
+            if os.environ.get("NCCLCOMM_LABELLED"):
+                # Labels go before each piece that arrives, and PYTHONUNBUFFERED would make many of a line.
+                stream.reconfigure(write_through=False)
+    if argv[0] == "--escaped":
+        argv = [word[1:] for word in argv[1:]]
     try:
         if argv[0] == "-m":
             _run_module(argv[1], argv[1:])
@@ -154,11 +185,11 @@ def _run_program(argv: Sequence[str], rank: str, directory: str) -> int:
     except SystemExit as error:
         if error.code is None or error.code == 0:
             return 0
-        _fail(error, error.code & 0xFF if isinstance(error.code, int) else 1, rank, directory)
+        _fail(error, error.code & 0xFF if isinstance(error.code, int) else 1, rank, report)
     except KeyboardInterrupt as error:
-        _fail(error, 128 + signal.SIGINT, rank, directory)
+        _fail(error, 128 + signal.SIGINT, rank, report)
     except BaseException as error:  # whatever it is, the other ranks wait for this one
-        _fail(error, 1, rank, directory)
+        _fail(error, 1, rank, report)
     return 0
 
 
@@ -205,28 +236,29 @@ def _new_main(path: str, argv: Sequence[str]) -> types.ModuleType:
     return module
 
 
-def _fail(error: BaseException, status: int, rank: str, directory: str) -> NoReturn:
+def _fail(error: BaseException, status: int, rank: str, report: _Report | None) -> NoReturn:
     """Write what plain Python would write about the error, then end this rank, and with it the job.
 
     Atexit handlers do not run: MPI's would wait for ranks that wait for this one.
     """
-    watched = os.path.isdir(directory)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     stderr = sys.stderr
     with contextlib.suppress(OSError):  # a full disk must not keep the rank from ending
-        if watched:
-            # Read by `ncclcomm run`: what goes to stderr last, an MPI launcher that ends the job may drop.
-            report = os.open(os.path.join(directory, f"report-{rank}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            sys.stderr = io.TextIOWrapper(io.FileIO(report, "w"), errors="backslashreplace", write_through=True)
-        else:
+        if report is None:
             print(f"ncclcomm: rank {rank} exits with status {status}", file=stderr)
+        elif report.is_mine():
+            # Told to `ncclcomm run`: what goes to stderr last, an MPI launcher that ends the job may drop.
+            sys.stderr = io.TextIOWrapper(cast(Any, report), errors="backslashreplace", write_through=True)
         _describe(error)
         sys.stderr.flush()
     with contextlib.suppress(OSError, ValueError, AttributeError):
         stderr.flush()
-    if not watched:
+    if report is None:
         _abort(status)
+    elif report.is_mine():
+        with contextlib.suppress(OSError):  # the watcher is gone, and who may have killed it ends this process too
+            report.fail(status)
     os._exit(status)
 
 

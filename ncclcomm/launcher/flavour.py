@@ -7,6 +7,7 @@ before anything starts. MPI itself is only ever loaded in a process of its own.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
@@ -16,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ncclcomm.errors import BackendUnavailableError
-from ncclcomm.launcher.command import MPICH, OPENMPI
+from ncclcomm.launcher.command import INTELMPI, MPICH, OPENMPI
 
-__all__ = ["Launcher", "family", "find_launcher", "guess_launcher"]
+__all__ = ["Launcher", "family", "find_flavour", "find_launcher", "guess_launcher"]
 
 _QUERY_TIMEOUT_S = 60.0
+
+_NAMES = ("mpiexec", "mpiexec.openmpi", "mpiexec.mpich", "mpiexec.hydra")
+"""What mpiexec is called; the longer names where a system has several MPIs side by side."""
 
 _QUERY = """
 import sys
@@ -35,8 +39,12 @@ print(MPI.Get_library_version())
 
 _INSTALL = "pip install 'ncclcomm[mpich]'"
 
-_OWN_FILES = {OPENMPI: ("prterun", "orterun", "ompi_info"), MPICH: ("mpiexec.hydra", "hydra_pmi_proxy")}
-"""Programs that come with one flavour's mpiexec alone."""
+_OWN_FILES = {
+    OPENMPI: ("prterun", "orterun", "ompi_info"),
+    INTELMPI: ("hydra_bstrap_proxy", "impi_info"),
+    MPICH: ("mpiexec.hydra", "hydra_pmi_proxy"),
+}
+"""Programs that come with a flavour's mpiexec; Intel MPI has those of MPICH too."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,18 @@ class Launcher:
 
 def family(text: str) -> str:
     """The flavour that a library's or launcher's version text speaks of; what descends from MPICH counts as MPICH."""
-    return OPENMPI if any(word in text for word in ("Open MPI", "OpenRTE", "PRRTE")) else MPICH
+    if any(word in text for word in ("Open MPI", "OpenRTE", "PRRTE")):
+        return OPENMPI
+    return INTELMPI if "Intel(R) MPI" in text else MPICH
+
+
+def find_flavour() -> str:
+    """The flavour of the MPI library that mpi4py loads, where no mpiexec is needed.
+
+    Raises:
+        BackendUnavailableError: no mpi4py, or no MPI library.
+    """
+    return _ask_mpi4py()[0]
 
 
 def find_launcher() -> Launcher:
@@ -82,7 +101,8 @@ def find_launcher() -> Launcher:
 def guess_launcher() -> Launcher:
     """The mpiexec that a look at files alone suggests; starts no process. MPICH's plain `mpiexec` if there is none."""
     for mpiexec in _candidates(""):
-        return Launcher(_flavour_of(mpiexec) or MPICH, mpiexec)
+        has_intels = any(Path(mpiexec).resolve().with_name(name).exists() for name in _OWN_FILES[INTELMPI])
+        return Launcher(_flavour_of(mpiexec) or (INTELMPI if has_intels else MPICH), mpiexec)
     return Launcher(MPICH, "mpiexec")
 
 
@@ -115,8 +135,8 @@ def _candidates(library: str) -> Iterator[str]:
     beside = Path(sys.executable).parent
     prefix = [str(parent / "bin") for parent in Path(library).parents[1:4]] if library else []
     for folders in (str(beside), *prefix, os.environ.get("PATH", os.defpath)):
-        for folder in folders.split(os.pathsep):
-            found = shutil.which("mpiexec", path=folder or os.curdir)
+        for folder, name in itertools.product(folders.split(os.pathsep), _NAMES):
+            found = shutil.which(name, path=folder or os.curdir)
             if found and os.path.realpath(found) not in seen:
                 seen.add(os.path.realpath(found))
                 yield os.path.abspath(found)
@@ -125,7 +145,7 @@ def _candidates(library: str) -> Iterator[str]:
 def _flavour_of(mpiexec: str) -> str | None:
     """The flavour that the launcher's name, or the files beside it, give away; None if they don't."""
     real = Path(mpiexec).resolve()
-    for flavour, words in ((OPENMPI, ("orterun", "prterun", "openmpi")), (MPICH, ("hydra", "mpich"))):
+    for flavour, words in ((OPENMPI, ("orterun", "prterun", "openmpi")), (MPICH, ("mpich",))):
         if any(word in real.name for word in words):
             return flavour
     owners = [flavour for flavour, names in _OWN_FILES.items() if any((real.parent / name).exists() for name in names)]

@@ -1,13 +1,12 @@
 """Starting a job, waiting for it, and leaving nothing of it behind.
 
-A job is one mpiexec and, below it, a watcher and a program for each rank (see child.py). They speak through a directory
-of the job's own: watchers write to the pipe `events`, and hold the pipe `lifeline`, whose other end closes when this
-process lets them go or dies. A job ends in up to three steps:
+A job is one mpiexec or srun and, below it, on this host and others, a watcher and a program for each rank (see child.py
+and watch.py). A job ends in up to three steps:
 
 1. the ranks get SIGTERM, and grace to act on it;
-2. when all have ended, or the grace is over, the lifeline closes: watchers kill what still runs and exit, and mpiexec,
-   which has seen no rank leave until now, cleans up after itself;
-3. whatever still bears the job's mark in its environment is killed.
+2. when all have ended, or the grace is over, the watchers are let go: they kill what still runs and exit, and the
+   launcher of the ranks, which has seen no rank leave until now, cleans up after itself;
+3. whatever still bears the job's mark in its environment is killed; on other hosts, if a watcher was lost.
 """
 
 from __future__ import annotations
@@ -15,19 +14,23 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
+from ncclcomm.launcher.child import RANK_VARIABLES
 from ncclcomm.launcher.command import Command
+from ncclcomm.launcher.devices import LOCAL_RANK_VARIABLES
+from ncclcomm.launcher.leftovers import kill_marked
+from ncclcomm.launcher.link import Event, Links
+from ncclcomm.launcher.remote import sweep_hosts
+from ncclcomm.launcher.verdict import Verdict, say
 
 __all__ = ["TIMEOUT_STATUS", "run_job"]
 
@@ -35,28 +38,30 @@ TIMEOUT_STATUS = 124
 """Exit status after a time limit, as that of timeout(1)."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _MPIEXEC_GRACE_S = 3.0
-_KILL_LIMIT_S = 10.0
+_REMOTE_MPIEXEC_GRACE_S = 10.0
+"""Time for mpiexec or srun to end once all ranks have; connections to other hosts, and SLURM, take longer."""
+_LAST_WORDS_S = 3.0
+_SETTLE_S = 0.5
+"""Time from the first failure to its report, in which one that explains it may be heard of."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """How the first rank to fail ended."""
-
-    rank: str
-    status: int
-    killed_by: int
-
-    def __str__(self) -> str:
-        if self.killed_by:
-            return f"rank {self.rank} was killed by {signal.Signals(self.killed_by).name}"
-        return f"rank {self.rank} exited with status {self.status}"
-
-
-def run_job(command: Command, *, size: int, environ: Mapping[str, str], timeout_s: float | None, grace_s: float) -> int:
+def run_job(
+    command: Command,
+    *,
+    size: int,
+    environ: Mapping[str, str],
+    timeout_s: float | None,
+    grace_s: float,
+    hosts: Sequence[str] = (),
+    ssh: Sequence[str] = ("ssh",),
+    remote: bool = False,
+) -> int:
     """Run a command that starts ranks, to its end.
 
-    Blocks. Uses this process's signal handlers meanwhile, so it is called from the main thread.
+    Blocks. Uses this process's signal handlers meanwhile, so it is called from the main thread. SIGUSR1 and SIGUSR2 are
+    passed on to the ranks.
 
     Args:
         command: what starts the ranks.
@@ -64,20 +69,24 @@ def run_job(command: Command, *, size: int, environ: Mapping[str, str], timeout_
         environ: the environment that the ranks inherit, beside the command's own variables.
         timeout_s: seconds until the job is stopped; None for no limit.
         grace_s: seconds between a rank's SIGTERM and its SIGKILL.
+        hosts: the hosts that ssh reaches and ranks run on; empty where this is the only one, or SLURM starts the ranks.
+        ssh: words of the ssh command.
+        remote: whether ranks may run on other hosts, where `hosts` is empty.
 
     Returns:
         0 if every rank ended well; the first failing rank's exit status, or 128 + n if signal n killed it;
-        TIMEOUT_STATUS after the time limit; 128 + n if signal n stopped this process. No process of the job is left.
+        TIMEOUT_STATUS after the time limit; 128 + n if signal n stopped this process. No process of the job is left on
+        this host, nor on another that can be reached.
 
     Raises:
         OSError: the command cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="ncclcomm-", ignore_cleanup_errors=True) as directory, _wakeup() as wakeup:
-        job = _Job(Path(directory), size, grace_s, wakeup)
+        job = _Job(size, grace_s, wakeup, hosts, remote=remote)
         try:
-            return job.run(command, environ, timeout_s)
+            return job.run(command, environ, directory, timeout_s)
         finally:
-            job.close()
+            job.close(ssh, environ)
 
 
 @contextlib.contextmanager
@@ -87,7 +96,8 @@ def _wakeup() -> Iterator[int]:
     os.set_blocking(read, False)
     os.set_blocking(write, False)
     hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # under nohup it stays so
-    numbers = [n for n in (*_STOP_SIGNALS, signal.SIGCHLD) if not (n == signal.SIGHUP and hangup_ignored)]
+    taken = (*_STOP_SIGNALS, *_PASSED_ON, signal.SIGCHLD)
+    numbers = [n for n in taken if not (n == signal.SIGHUP and hangup_ignored)]
 
     def ignore(_number: int, _frame: FrameType | None) -> None:
         """Leave it to the descriptor."""
@@ -107,79 +117,113 @@ def _wakeup() -> Iterator[int]:
 class _Job:
     """One job, from its start to its last process."""
 
-    def __init__(self, directory: Path, size: int, grace_s: float, wakeup: int) -> None:
+    def __init__(self, size: int, grace_s: float, wakeup: int, hosts: Sequence[str], *, remote: bool) -> None:
         self.id = uuid.uuid4().hex
-        self.directory = directory
-        self.size = size
         self.grace_s = grace_s
         self.wakeup = wakeup
-        os.mkfifo(directory / "events", 0o600)
-        os.mkfifo(directory / "lifeline", 0o600)
-        # Open for both directions: an open for one alone would wait for the first rank, and see an end after the last.
-        self.events = os.open(directory / "events", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        self.lifeline: int | None = os.open(directory / "lifeline", os.O_RDWR | os.O_CLOEXEC)
-        self.unread = b""
-        self.watchers: dict[str, int] = {}  # rank -> process, while its program runs
-        self.ended: set[str] = set()
-        self.failure: _Failure | None = None
+        self.hosts = hosts
+        self.is_remote = remote or bool(hosts)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(wakeup, selectors.EVENT_READ)
+        self.links = Links(self.selector, size, remote=self.is_remote, hosts=hosts)
+        self.verdict = Verdict(size, names_hosts=self.is_remote)
         self.stop_status: int | None = None
-        self.release_at = self.kill_at = math.inf
+        self.let_go = False
+        self.show_at = self.release_at = self.kill_at = math.inf
 
-    def close(self) -> None:
+    def close(self, ssh: Sequence[str], environ: Mapping[str, str]) -> None:
         """Kill what is left of the job and give back what it held."""
-        self._release()
-        os.close(self.events)
-        _kill_marked(self.id)
+        self.links.close()
+        self.selector.close()
+        if left := kill_marked(self.id):
+            say(f"processes {left} do not end on SIGKILL")
+        answering = [host for host in self.hosts if host not in self.verdict.silent_hosts]
+        # A watcher that is lost, or was never heard of, may have left something.
+        if answering and self.let_go and (self.verdict.has_lost or not self.verdict.is_complete):
+            sweep_hosts(answering, ssh=ssh, job_id=self.id, environ=environ)
 
-    def run(self, command: Command, environ: Mapping[str, str], timeout_s: float | None) -> int:
+    def run(self, command: Command, environ: Mapping[str, str], directory: str, timeout_s: float | None) -> int:
         """Start the command and see it to its end; see run_job."""
         marks = {
             "NCCLCOMM_JOB_ID": self.id,
-            "NCCLCOMM_JOB_DIR": str(self.directory),
-            "NCCLCOMM_JOB_PID": str(os.getpid()),
+            "NCCLCOMM_JOB_DIR": directory,
+            "NCCLCOMM_JOB_LINK": self.links.variable,
             "NCCLCOMM_WATCHED": "1" if sys.stderr.isatty() else "0",
         }
+        command = command.marked(marks)
+        # Jobs that share Open MPI's directory of sessions disturb each other's start now and then (status 213).
+        own = {"PRTE_MCA_prte_local_tmpdir_base": directory, **environ, **command.variables}
         mpiexec = subprocess.Popen(
             command.argv,
-            env={**environ, **command.variables, **marks},
+            # The numbers of a rank that this process itself may be must not pass for those of its ranks.
+            env={name: value for name, value in own.items() if name not in RANK_VARIABLES + LOCAL_RANK_VARIABLES},
             stdin=None if _may_read_stdin() else subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C comes to this process alone; and reading a terminal does not stop mpiexec
         )
         end_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while mpiexec.poll() is None:
-            self._wait_until(min(self.release_at, self.kill_at, math.inf if self._stopping else end_at))
+            nexts = (self.release_at, self.kill_at, self.show_at, math.inf if self._stopping else end_at)
+            self._wait_until(min(nexts))
             now = time.monotonic()
             if now >= end_at and not self._stopping:
-                _say(f"the time limit of {timeout_s:g} s is over; stopping the ranks")
+                say(f"the time limit of {timeout_s:g} s is over; stopping the ranks")
                 self._stop(TIMEOUT_STATUS)
-            if self._stopping and (len(self.ended) >= self.size or now >= self.release_at):
-                self._release()
+            self._go_on(now)
             if now >= self.kill_at:
                 os.killpg(mpiexec.pid, signal.SIGKILL)
-                _kill_marked(self.id)
-        self._read_events()
-        return self._status(mpiexec.returncode)
+                kill_marked(self.id)
+        self._hear_last_words()
+        if self.stop_status is not None:
+            return self.stop_status
+        return self.verdict.status(os.path.basename(command.argv[0]), mpiexec.returncode)
+
+    def _go_on(self, now: float) -> None:
+        """Take the next step of ending the job, if it is time for it."""
+        if self.verdict.is_complete or now >= self.show_at:
+            self.show_at = math.inf
+            self.verdict.show_failure()
+            # Its connections have outlived it for long enough; others may now wait in MPI_Finalize for it to be gone.
+            for watcher in self.links.watchers:
+                if watcher.ended:
+                    watcher.send(f"signal {int(signal.SIGKILL)}")
+        if self._stopping and (self.verdict.is_complete or now >= self.release_at):
+            self._release()
 
     @property
     def _stopping(self) -> bool:
         """True once the ranks have been told to end."""
-        return self.release_at < math.inf or self.lifeline is None
+        return self.release_at < math.inf or self.let_go
 
     def _wait_until(self, deadline: float) -> None:
         """Wait for a signal, a rank's word or the deadline, and act on the first two."""
         limit = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([self.wakeup, self.events], [], [], limit)
-        if self.wakeup in ready:
-            for number in os.read(self.wakeup, 512):
-                if number != signal.SIGCHLD:
-                    self._on_signal(number)
-        if self.events in ready:
-            self._read_events()
+        for key, _ in self.selector.select(limit):
+            if key.fileobj == self.wakeup:
+                for number in os.read(self.wakeup, 512):
+                    if number != signal.SIGCHLD:
+                        self._on_signal(number)
+            else:
+                for event in self.links.read(key):
+                    self._on_event(event)
+
+    def _hear_last_words(self) -> None:
+        """Let the watchers go and read what they still say, now that there is no mpiexec that could end them."""
+        self._release()
+        self._wait_until(0.0)  # one that has connected may not be known yet
+        end_at = time.monotonic() + _LAST_WORDS_S
+        while self.links.watchers and time.monotonic() < end_at:
+            self._wait_until(end_at)
+        for watcher in self.links.watchers:
+            if not watcher.ended:
+                self.verdict.note_lost(Event("lost", watcher, is_silent=True))
 
     def _on_signal(self, number: int) -> None:
         """Stop the job; at the second signal without grace."""
-        if self.stop_status is None:
-            _say(f"{signal.Signals(number).name}: stopping the ranks")
+        if number in _PASSED_ON:
+            for watcher in self.links.watchers:
+                watcher.send(f"signal {number}")
+        elif self.stop_status is None:
+            say(f"{signal.Signals(number).name}: stopping the ranks")
             self._stop(128 + number)
         else:
             self._release()
@@ -190,79 +234,47 @@ class _Job:
         if self._stopping:
             return
         self.release_at = time.monotonic() + self.grace_s
-        for watcher in self.watchers.values():
-            _send(watcher, signal.SIGTERM)
+        for watcher in self.links.watchers:
+            watcher.send(f"signal {int(signal.SIGTERM)}")
 
     def _release(self) -> None:
         """Have the watchers kill what still runs and exit."""
-        if self.lifeline is not None:
-            os.close(self.lifeline)
-            self.lifeline = None
+        if not self.let_go:
+            self.let_go = True
             self.release_at = math.inf
-            self.kill_at = time.monotonic() + _MPIEXEC_GRACE_S
+            is_slow = self.is_remote and not self.verdict.has_lost
+            self.kill_at = time.monotonic() + (_REMOTE_MPIEXEC_GRACE_S if is_slow else _MPIEXEC_GRACE_S)
+            for watcher in self.links.watchers:
+                watcher.send("bye")
 
-    def _read_events(self) -> None:
-        """Act on what the watchers have written."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self.events, 1 << 16):
-                self.unread += data
-        *lines, self.unread = self.unread.split(b"\n")
-        for line in lines:
-            kind, rank, *numbers = line.decode().split()
-            if kind == "start":
-                self._on_start(rank, *map(int, numbers))
-            else:
-                self._on_end(rank, *map(int, numbers))
+    def _on_event(self, event: Event) -> None:
+        """Act on what a rank's watcher says, or on its loss."""
+        if event.kind == "start":
+            if self.let_go:
+                event.watcher.send("bye")
+            elif self._stopping:
+                event.watcher.send(f"signal {int(signal.SIGTERM)}")
+        elif event.kind == "report":
+            self.verdict.note_report(event.watcher)
+        elif event.kind == "lost":
+            self.verdict.note_lost(event)
+            self._stop(None)
+        else:
+            self._on_end(event)
 
-    def _on_start(self, rank: str, watcher: int) -> None:
-        """Note where a rank runs."""
-        self.watchers[rank] = watcher
-        if self._stopping:
-            _send(watcher, signal.SIGTERM)
-
-    def _on_end(self, rank: str, status: int, killed_by: int, asked: int) -> None:
+    def _on_end(self, event: Event) -> None:
         """Note how a rank ended, and end the job if it failed of itself."""
-        self.watchers.pop(rank, None)
-        self.ended.add(rank)
-        if self._stopping or not (status or asked):
+        self.verdict.note_end(event)
+        if not (event.status or event.asked):
+            event.watcher.send("bye")
             return
-        if not asked:  # else mpiexec told it to end, because of another rank, and knows why
-            self.failure = _Failure(rank, status, killed_by)
-            self._show(str(self.failure), rank)
+        if event.asked:  # by the launcher of the ranks, because of another rank, or by SLURM
+            self.verdict.was_asked = self.verdict.was_asked or not self._stopping
+        elif self.stop_status is None and not self.let_go:
+            self.verdict.note_failure(event)
+            # What ranks of other hosts say may come in another order than it happened.
+            self.show_at = min(self.show_at, time.monotonic() + (_SETTLE_S if self.is_remote else 0.0))
         self._stop(None)
-
-    def _show(self, headline: str, rank: str) -> None:
-        """Print how a rank failed, with its traceback if it left one."""
-        _say(headline)
-        with contextlib.suppress(FileNotFoundError):
-            report = (self.directory / f"report-{rank}").read_bytes().decode(errors="replace")
-            sys.stderr.write(report if report.endswith("\n") or not report else f"{report}\n")
-            sys.stderr.flush()
-
-    def _status(self, returncode: int) -> int:
-        """This process's exit status, from what is known of the ranks and mpiexec's."""
-        if self.stop_status is not None:
-            return self.stop_status
-        if self.failure is not None:
-            return self.failure.status
-        status = 128 - returncode if returncode < 0 else returncode
-        for report in sorted(self.directory.glob("report-*"), key=lambda path: path.stat().st_mtime_ns)[:1]:
-            rank = report.name.removeprefix("report-")
-            self._show(f"rank {rank} failed, and MPI ended the job", rank)
-            return status or 1
-        if status:
-            _say(f"mpiexec ended with status {status}")
-        elif len(self.ended) < self.size:
-            missing = sorted(set(map(str, range(self.size))) - self.ended, key=int)
-            _say(f"mpiexec ended with status 0, but rank {', '.join(missing)} was not seen to end")
-            return 1
-        return status
-
-
-def _say(text: str) -> None:
-    """Write a line of this program's own."""
-    with contextlib.suppress(OSError):  # a closed stderr must not keep the ranks alive
-        print(f"ncclcomm run: {text}", file=sys.stderr, flush=True)
 
 
 def _may_read_stdin() -> bool:
@@ -271,48 +283,3 @@ def _may_read_stdin() -> bool:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:  # stdin is no terminal of ours
         return True
-
-
-def _send(process: int, number: int) -> None:
-    """Send a signal to a process that may have ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, number)
-
-
-def _marked(job_id: str) -> list[int]:
-    """Processes that inherited the job's mark."""
-    mark = f"NCCLCOMM_JOB_ID={job_id}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
-
-
-def _kill_marked(job_id: str) -> None:
-    """Kill every process of the job, until a look finds none."""
-    end_at = time.monotonic() + _KILL_LIMIT_S
-    while (left := _marked(job_id)) and time.monotonic() < end_at:
-        for process in left:
-            _send(process, signal.SIGKILL)
-        for process in left:
-            _wait_gone(process, end_at)
-    if left:
-        _say(f"processes {left} do not end on SIGKILL")
-
-
-def _wait_gone(process: int, end_at: float) -> None:
-    """Wait until a process that is no child of ours has ended."""
-    try:
-        descriptor = os.pidfd_open(process)
-    except ProcessLookupError:
-        return
-    except OSError:  # a kernel before 5.3
-        time.sleep(0.01)
-        return
-    try:
-        select.select([descriptor], [], [], max(0.0, end_at - time.monotonic()))
-    finally:
-        os.close(descriptor)

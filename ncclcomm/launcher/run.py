@@ -7,18 +7,25 @@ import contextlib
 import math
 import os
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
-from ncclcomm.errors import BackendUnavailableError
-from ncclcomm.launcher.command import build_command
-from ncclcomm.launcher.flavour import find_launcher, guess_launcher
+from ncclcomm.errors import ArgumentError, BackendUnavailableError
+from ncclcomm.launcher.command import Command, Plan
 from ncclcomm.launcher.job import run_job
+from ncclcomm.launcher.mpiexec import build_mpiexec
+from ncclcomm.launcher.prepare import make_plan
+from ncclcomm.launcher.remote import check_hosts
+from ncclcomm.launcher.srun import build_srun
 
 __all__ = ["add_parser"]
 
 DEFAULT_GRACE_S = 5.0
 NOT_STARTED = 2
 """Exit status when no rank was started."""
+
+_USAGE = "ncclcomm run -n N [OPTIONS] (-m MODULE | SCRIPT) [ARGS ...]"
 
 _EPILOG = """\
 Options of `ncclcomm run` come before the program; everything after it is the program's own.
@@ -32,13 +39,17 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add `run` to the commands of the command line; its `call` takes the parsed arguments and returns a status."""
     parser = commands.add_parser(
         "run",
-        help="start a program on several ranks of this host",
-        usage="ncclcomm run -n N [--timeout S] [--grace S] [--dry-run] (-m MODULE | SCRIPT) [ARGS ...]",
+        help="start a program on several ranks",
+        usage=_USAGE,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-n", dest="size", metavar="N", type=_count, required=True, help="number of ranks")
+    parser.add_argument(
+        "-n", dest="size", metavar="N", type=_ranks, required=True, help="number of ranks, or auto: as many as fit"
+    )
+    _add_places(parser)
+    _add_ranks(parser)
     parser.add_argument("--timeout", metavar="S", type=_positive_s, help="stop the job after S seconds, status 124")
     parser.add_argument(
         "--grace",
@@ -47,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         default=DEFAULT_GRACE_S,
         help=f"seconds between SIGTERM and SIGKILL for ranks that are stopped (default {DEFAULT_GRACE_S:g})",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the command and start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and start no rank")
     parser.add_argument(
         "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module, as python -m does"
     )
@@ -55,11 +66,66 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(call=_run, parser=parser)
 
 
-def _count(text: str) -> int:
-    """Read -n."""
-    if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: use a whole number of 1 or more")
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where ranks run, and what starts them."""
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--hosts", metavar="LIST", help="h1,h2:4,node[01-03]; `:4` gives a host's slots")
+    hosts.add_argument("--hostfile", metavar="FILE", help="hosts, one a line, as in --hosts or as `h1 slots=4`")
+    parser.add_argument("--ranks-per-node", metavar="N", type=_count, help="ranks of each host (default: its slots)")
+    parser.add_argument("--ssh", metavar="COMMAND", help="what reaches other hosts (default: NCCLCOMM_SSH, or ssh)")
+    parser.add_argument(
+        "--launcher",
+        choices=("auto", "mpiexec", "srun"),
+        default="auto",
+        help="what starts the ranks (default: srun inside a SLURM job where it can, else mpiexec)",
+    )
+    parser.add_argument("--mpi", metavar="TYPE", type=_word, help="srun's --mpi (default: the one that fits)")
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what each rank gets."""
+    parser.add_argument(
+        "--devices-per-rank", metavar="N", type=_count, help="show each rank only its own N of the visible devices"
+    )
+    parser.add_argument(
+        "--bind", choices=("none", "core", "socket", "numa"), help="hold each rank to one of these (default: none)"
+    )
+    parser.add_argument(
+        "--env", metavar="NAME[=VALUE]", action="append", default=[], help="a variable for all ranks; repeatable"
+    )
+    parser.add_argument(
+        "--label",
+        action=argparse.BooleanOptionalAction,
+        help="begin each line of output with its rank (default: when several ranks write to a terminal)",
+    )
+
+
+def _ranks(text: str) -> int | None:
+    """Read -n; None for auto."""
+    if text == "auto":
+        return None
+    if not _is_count(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: use a whole number of 1 or more, or auto")
     return int(text)
+
+
+def _count(text: str) -> int:
+    """Read a number for each host or rank."""
+    if not _is_count(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count: use a whole number of 1 or more")
+    return int(text)
+
+
+def _is_count(text: str) -> bool:
+    """Whether a text is a whole number from 1 to 999999."""
+    return text.isascii() and text.isdecimal() and len(text) <= 6 and int(text) >= 1
+
+
+def _word(text: str) -> str:
+    """Read a name that srun may take."""
+    if not text.replace("_", "").isalnum():
+        raise argparse.ArgumentTypeError(f"{text!r} is no type: use one that `srun --mpi=list` shows, such as pmix")
+    return text
 
 
 def _seconds(text: str) -> float:
@@ -83,28 +149,44 @@ def _run(args: argparse.Namespace) -> int:
     """Check, then print the command or run it."""
     program = _program(args)
     try:
-        launcher = guess_launcher() if args.dry_run else find_launcher()
-    except BackendUnavailableError as error:
-        print(f"ncclcomm run: {error}", file=sys.stderr)
-        return NOT_STARTED
-    command = build_command(
-        flavour=launcher.flavour,
-        mpiexec=launcher.mpiexec,
-        python=sys.executable,
-        program=program,
-        size=args.size,
-        cores=len(os.sched_getaffinity(0)),
-        is_root=os.geteuid() == 0,
-        environ=os.environ,
-    )
+        plan = make_plan(args, program, os.environ)
+    except (ArgumentError, BackendUnavailableError) as error:
+        return _refuse(str(error))
+    command = build_srun(plan) if plan.step else build_mpiexec(plan)
     if args.dry_run:
         print(command)
         return 0
+    return _start(plan, command, args)
+
+
+def _start(plan: Plan, command: Command, args: argparse.Namespace) -> int:
+    """Look at the hosts, then run the job."""
+    hosts = [at.host for at in plan.places]
+    if plan.ssh:
+        script = None if plan.program[0] == "-m" else plan.program[0]
+        wrong = check_hosts(hosts, ssh=plan.ssh, folder=os.getcwd(), python=plan.python, script=script)
+        if wrong:
+            return _refuse(*wrong)
     try:
-        return run_job(command, size=args.size, environ=os.environ, timeout_s=args.timeout, grace_s=args.grace)
+        return run_job(
+            command,
+            size=plan.size,
+            environ=os.environ,
+            timeout_s=args.timeout,
+            grace_s=args.grace,
+            hosts=hosts if plan.ssh else (),
+            ssh=plan.ssh,
+            remote=bool(hosts),
+        )
     except OSError as error:
-        print(f"ncclcomm run: {launcher.mpiexec} cannot be started: {error}", file=sys.stderr)
-        return NOT_STARTED
+        return _refuse(f"{plan.starter} cannot be started: {error}")
+
+
+def _refuse(*reasons: str) -> int:
+    """Say why nothing is started."""
+    for reason in reasons:
+        print(f"ncclcomm run: {reason}", file=sys.stderr)
+    return NOT_STARTED
 
 
 def _program(args: argparse.Namespace) -> list[str]:
@@ -126,4 +208,19 @@ def _program(args: argparse.Namespace) -> list[str]:
         parser.error(f"there is no file {path!r} (looked in {os.getcwd()})")
     if not os.access(path, os.R_OK):
         parser.error(f"{path!r} cannot be read by this user: check its permissions")
+    if reason := _why_not_python(path):
+        parser.error(f"{path!r} is no Python program: {reason}")
     return script
+
+
+def _why_not_python(path: str) -> str:
+    """What keeps this Python from reading a file as a program; '' if nothing does."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks will show them
+            compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}" if error.lineno else error.msg
+    except (OSError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        return str(error)
+    return ""

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +18,19 @@ import pytest
 from cluster.fake_hosts import Hosts
 from flavours import Flavour, clean_env, missing
 
-__all__ = ["PMI", "ROOT", "SCRIPTS", "SECONDS", "TELL", "Ended", "Slurm", "batch", "slurm_cluster", "told"]
+__all__ = ["PMI", "ROOT", "SCRIPTS", "SECONDS", "TELL", "Ended", "Slurm", "batch", "slurm_cluster", "told", "turned_on"]
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "slurm"
 SECONDS = 20.0
 """What "in seconds" means for the end of a job, on a busy machine."""
-PMI = {"mpich": "pmi2", "openmpi": "pmix"}
+PMI = {"mpich": "pmi2", "openmpi": "pmix", "intelmpi": "pmi2"}
 """What each flavour needs as srun's --mpi."""
+
+STARTS = 3
+CRASH_IN_INIT = "mca_pml_ob1_recv_frag_callback_match"
+"""Open MPI 5.0 under srun --mpi=pmix crashes there in 1 of 70 starts over two nodes: a rank that left MPI_Init's fence
+sends before another has set up MPI_COMM_WORLD (open-mpi/ompi issue 12495). Under its own mpiexec: in 0 of 70."""
 
 _UNENDED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 _PACKAGES = {
@@ -42,7 +48,7 @@ class Ended:
     state: str
     """COMPLETED, FAILED, CANCELLED, ..."""
     status: int
-    """Exit status of the batch script."""
+    """Exit status of the batch script; 128 + N if signal N ended it."""
     output: str
     """What the job printed, stderr among it."""
 
@@ -119,6 +125,13 @@ class Slurm:
             pytest.fail(f"{' '.join(map(str, argv))} exited {done.returncode}: {done.stdout}{done.stderr}", False)
         return done.stdout
 
+    def env(self, flavour: Flavour, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The environment in which a user of that flavour submits: VENV, and what the flavour needs on this machine."""
+        if PMI[flavour.name] not in self.mpi_types:
+            missing(f"slurm with {PMI[flavour.name]}", f"srun --mpi=list has {self.mpi_types}: install libpmix-dev")
+        python = Path(flavour.python)
+        return flavour.env({"VENV": str(python.parents[1]), "PYTHONPATH": str(ROOT), **(extra or {})})
+
     @contextmanager
     def running(
         self,
@@ -141,13 +154,9 @@ class Slurm:
         Yields:
             The job's number.
         """
-        if PMI[flavour.name] not in self.mpi_types:
-            missing(f"slurm with {PMI[flavour.name]}", f"srun --mpi=list has {self.mpi_types}: install libpmix-dev")
-        python = Path(flavour.python)
-        variables = {"VENV": str(python.parents[1]), "PYTHONPATH": str(ROOT), **(env or {})}
         # Cores that are not there must not decide how many jobs fit.
         argv = ["sbatch", "--parsable", "--output=job-%j", "--cpus-per-task=1", *options, *job]
-        number = self.client(*argv, env=flavour.env(variables), cwd=cwd).strip()
+        number = self.client(*argv, env=self.env(flavour, env), cwd=cwd).strip()
         try:
             yield number
         finally:
@@ -172,7 +181,8 @@ class Slurm:
             if time.monotonic() > end:
                 pytest.fail(f"job {job} is {facts['JobState']} after {timeout_s:g} s:\n{self.output(job)}", False)
             time.sleep(0.1)
-        ended = Ended(facts["JobState"], int(facts["ExitCode"].partition(":")[0]), self.output(job))
+        code, number = map(int, facts["ExitCode"].split(":"))
+        ended = Ended(facts["JobState"], 128 + number if number else code, self.output(job))
         end = time.monotonic() + SECONDS
         while (running := self._processes()) != self._idle:
             if time.monotonic() > end:
@@ -190,7 +200,13 @@ class Slurm:
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> Ended:
-        """Run a job to its end; see running and wait."""
+        """Run a job to its end; see running and wait. A start that a known fault of Open MPI spoils is repeated."""
+        for _ in range(STARTS - 1):
+            with self.running(flavour, job, cwd=cwd, options=options, env=env) as number:
+                ended = self.wait(number, timeout_s)
+            if CRASH_IN_INIT not in ended.output:
+                return ended
+            warnings.warn(f"Open MPI crashed in MPI_Init, the job is started again:\n{ended.output}", stacklevel=2)
         with self.running(flavour, job, cwd=cwd, options=options, env=env) as number:
             return self.wait(number, timeout_s)
 
@@ -213,6 +229,17 @@ def slurm_cluster(hosts: Callable[..., Hosts]) -> Iterator[Slurm]:
 def batch(path: Path, *lines: str) -> Path:
     """Write a batch script of these lines."""
     path.write_text("\n".join(("#!/usr/bin/env bash", *lines, "")))
+    return path
+
+
+def turned_on(script: str, folder: Path, *options: str) -> Path:
+    """A copy of a script of slurm/ in which the `##SBATCH` lines of these options are on."""
+    text = (SCRIPTS / f"{script}.sbatch").read_text()
+    for option in options:
+        assert text.count(f"\n##SBATCH --{option}") == 1, option
+        text = text.replace(f"\n##SBATCH --{option}", f"\n#SBATCH --{option}")
+    path = folder / f"{script}.sbatch"
+    path.write_text(text)
     return path
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cluster.fake_hosts import Hosts
-from flavours import Flavour
+from flavours import FLAVOURS, Flavour
 from rank_jobs import TESTS
 
 SCRIPT = TESTS.parent / "launch" / "multi_node.sh"
@@ -58,7 +58,7 @@ class Launch:
         whole = flavour.env({"PYTHON": flavour.python, "NCCLCOMM_SSH": self.ssh, "PYTHONPATH": str(TESTS.parent)})
         # Its own settings are under test, but for the one that two hosts with the cores of one machine need.
         yields = ("OMPI_MCA_mpi_yield_when_idle", "MPIR_CVAR_CH4_NETMOD")
-        vendor = ("OMPI_", "PRTE_", "MPIR_")
+        vendor = ("OMPI_", "PRTE_", "MPIR_", "I_MPI_")
         kept = {name: value for name, value in whole.items() if name in yields or not name.startswith(vendor)}
         done = self.hosts.exec("h1", [SCRIPT, *args], env={**kept, **(env or {})}, cwd=cwd, timeout_s=90)
         for host, before in idle.items():
@@ -103,10 +103,12 @@ def test_ranks_go_where_they_should(
     assert re.search(r"^\+ .*mpiexec .* -m mpi4py ", done.stdout, re.M), "the command is not shown"
 
 
+@pytest.mark.flavours(*FLAVOURS)
 def test_environment_arguments_and_folder_arrive_exactly(launch: Launch, flavour: Flavour, tmp_path: Path) -> None:
     values = {
         "NCCLCOMM_TEST_VALUE": 'it\'s "so"  $HOME `x` \\ ;|&*,= %d',
         "NCCL_DEBUG": "",
+        "NCCL_DEBUG_SUBSYS": "INIT",
         "OMP_PLACES": "two\nlines",
         "OPENBLAS_NUM_THREADS": "3",
         "MINE": " asked for ",
@@ -220,6 +222,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.flavours("mpich")
 @pytest.mark.parametrize(("args", "message"), WRONG, ids=[" ".join(args) for args, _ in WRONG])
 def test_wrong_input_is_told_before_any_rank_starts(
     launch: Launch, flavour: Flavour, tmp_path: Path, args: list[str], message: str
@@ -237,9 +240,15 @@ def test_wrong_input_is_told_before_any_rank_starts(
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.flavours("mpich")
 @pytest.mark.parametrize(
     ("args", "message"),
-    [([], "no program given"), (["none.py"], "no file 'none.py'"), (["-m"], "-m needs the name of a module")],
+    [
+        ([], "no program given"),
+        (["none.py"], "no file 'none.py'"),
+        (["-m"], "-m needs the name of a module"),
+        (["-m", "there", ":", "touch"], "takes what follows a ':' for a second program"),
+    ],
 )
 def test_missing_program(launch: Launch, flavour: Flavour, tmp_path: Path, args: list[str], message: str) -> None:
     done = launch(flavour, "--hosts", "h1,h2", *args, cwd=tmp_path)
@@ -258,6 +267,7 @@ LISTS = {
 }
 
 
+@pytest.mark.flavours("mpich")
 @pytest.mark.parametrize("text", list(LISTS))
 def test_host_lists_are_read_as_slurm_writes_them(flavour: Flavour, tmp_path: Path, text: str) -> None:
     agent = tmp_path / "agent"

@@ -80,6 +80,7 @@ def test_nodes_are_as_slurm_placed_the_ranks(
 GPU_REQUESTS = {
     "one for each task": (["--gpus-per-task=1"], ["0", "1", "0", "1"]),
     "two for each node": (["--gpus-per-node=2"], ["0,1"] * 4),
+    "two for each node, by --gres": (["--gres=gpu:2"], ["0,1"] * 4),
     "four in all, where Slurm likes": (["--gpus=4"], ["0,1,2", "0,1,2", "0", "0"]),
     "two for each node, bound to no task": (["--gpus-per-node=2", "--gpu-bind=none"], [None] * 4),
     "none": ([], [None] * 4),
@@ -162,8 +163,8 @@ def test_srun_without_mpi_is_an_error(slurm: Slurm, flavour: Flavour, who: Path,
     messages = [line for line in ended.output.splitlines() if line.startswith("ncclcomm.errors.NcclCommError")]
     assert len(messages) == 4
     for message in messages:
-        assert "promises 4 ranks, but MPI sees 1" in message
-        assert "--mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI)" in message
+        assert "SLURM_STEP_NUM_TASKS=4 promises 4 ranks, but MPI sees 1" in message
+        assert f"Start with `srun --mpi={PMI[flavour.name]}`" in message
 
 
 def test_srun_with_the_other_flavours_mpi_fails(slurm: Slurm, flavour: Flavour, who: Path, tmp_path: Path) -> None:
@@ -174,15 +175,20 @@ def test_srun_with_the_other_flavours_mpi_fails(slurm: Slurm, flavour: Flavour, 
     assert told(tmp_path) == []
     if flavour.name == "openmpi":
         assert "PMI_SIZE=4 promises 4 ranks, but MPI sees 1" in ended.output
+        assert "Start with `srun --mpi=pmix`" in ended.output
     else:
         assert "unsupported PMI version PMIx" in ended.output
 
 
 def test_a_batch_script_is_a_world_of_one(slurm: Slurm, flavour: Flavour, who: Path, tmp_path: Path) -> None:
-    ended = run_alone(slurm, flavour, tmp_path, ["--nodes=2", "--ntasks=4"], f"$VENV/bin/python {who}")
+    mpi_first = tmp_path / "mpi_first.py"
+    mpi_first.write_text(f"from mpi4py import MPI\n{WHO}")
+    lines = [f"$VENV/bin/python {who}", "mkdir mpi && cd mpi", f"$VENV/bin/python {mpi_first}"]
+    ended = run_alone(slurm, flavour, tmp_path, ["--nodes=2", "--ntasks=4"], "set -e", *lines)
     assert (ended.state, ended.status) == ("COMPLETED", 0), ended.output
-    assert variable(tmp_path, "SLURM_NTASKS") == ["4"]
-    assert (of_each(tmp_path, "size"), of_each(tmp_path, "num_nodes")) == ([1], [1])
+    for folder in (tmp_path, tmp_path / "mpi"):
+        assert variable(folder, "SLURM_NTASKS") == ["4"]
+        assert (of_each(folder, "size"), of_each(folder, "num_nodes")) == ([1], [1])
 
 
 def test_a_step_of_one_task_in_a_larger_job_is_a_world_of_one(
@@ -216,3 +222,103 @@ def test_ncclcomm_run_in_a_batch_script(slurm: Slurm, flavour: Flavour, who: Pat
     assert of_each(tmp_path, "size") == [3] * 3
     assert of_each(tmp_path, "local_rank") == [0, 1, 2]
     assert of_each(tmp_path, "host") == ["h1"] * 3
+
+
+IN_SALLOC = """
+set -euo pipefail
+each() { mkdir "$1" && (cd "$1" && "${@:2}"); }
+each alone "$VENV/bin/python" "$WHO"
+each mpiexec "$VENV/bin/mpiexec" "$VENV/bin/python" "$WHO"
+each srun srun --mpi="$KIND" "$VENV/bin/python" "$WHO"
+each script bash "$SCRIPT" "$WHO"
+"""
+"""What a user types in the shell that salloc opens, in a folder each."""
+SHELLS = {
+    "where salloc was called": ("mpich", []),
+    # As salloc itself opens one, but for the terminal.
+    "on a node": ("openmpi", ["srun", "--interactive", "--preserve-env", "--mpi=none", "--nodes=1", "--ntasks=1"]),
+}
+
+
+@pytest.mark.parametrize("shell", list(SHELLS))
+def test_the_shell_of_salloc(slurm: Slurm, shell: str, who: Path, tmp_path: Path) -> None:
+    name, opens = SHELLS[shell]
+    flavour = find(name)
+    script = {"WHO": str(who), "KIND": PMI[name], "SCRIPT": str(SCRIPTS / "multi_node.sbatch")}
+    env = slurm.env(flavour, script)
+    # As in a batch script, the policy would fill the first node.
+    env.pop("PRTE_MCA_rmaps_default_mapping_policy", None)
+    options = ["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
+    slurm.client("salloc", *options, *opens, "bash", batch(tmp_path / "typed", IN_SALLOC), env=env, cwd=tmp_path)
+    assert of_each(tmp_path / "alone", "size") == [1]
+    for way in ("mpiexec", "srun", "script"):
+        folder = tmp_path / way
+        assert of_each(folder, "host") == ["h1", "h1", "h2", "h2"], way
+        assert of_each(folder, "size") == [4] * 4, way
+        assert of_each(folder, "local_rank") == [0, 1, 0, 1], way
+        assert of_each(folder, "total") == [10.0] * 4, way
+
+
+PLAIN = """
+import os, signal, sys
+import ncclcomm
+how, rank = sys.argv[1], int(sys.argv[2])
+comm = ncclcomm.init()
+comm.barrier()
+if comm.rank == rank:
+    if how == "raises": raise LookupError("lost")
+    if how == "exits": sys.exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+comm.barrier()
+print("went on", flush=True)
+"""
+PLAIN_STEPS = """
+for how in raises exits dies; do
+    for rank in 0 3; do
+        start=$EPOCHREALTIME status=0
+        srun --kill-on-bad-exit=1 --mpi="$KIND" "$VENV/bin/python" plain.py $how $rank || status=$?
+        echo "$how $rank $status $start $EPOCHREALTIME" >>ended
+    done
+done
+"""
+"""Steps in which a rank of the first node, or of the second, leaves the others waiting; and how each step ended."""
+PLAIN_SECONDS = 15.0
+
+
+def test_a_rank_that_leaves_under_plain_python(slurm: Slurm, flavour: Flavour, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    options, env = ["--nodes=2", "--ntasks-per-node=2"], {"KIND": PMI[flavour.name]}
+    ended = slurm.run(
+        flavour, [batch(tmp_path / "job", PLAIN_STEPS)], cwd=tmp_path, options=options, env=env, timeout_s=120
+    )
+    rows = [line.split() for line in (tmp_path / "ended").read_text().splitlines()]
+    assert [row[:2] for row in rows] == [[how, rank] for how in ("raises", "exits", "dies") for rank in ("0", "3")]
+    for how, rank, status, start, end in rows:
+        assert status != "0", (how, rank, ended.output)
+        assert float(end) - float(start) < PLAIN_SECONDS, (how, rank, ended.output)
+    assert "went on" not in ended.output
+    assert ended.output.count("LookupError: lost") == 2
+    for rank in (0, 3):
+        assert f"rank {rank} will not come" in ended.output
+
+
+def test_intel_mpi(slurm: Slurm, who: Path, tmp_path: Path) -> None:
+    flavour = find("intelmpi")
+    options = ["--nodes=2", "--ntasks-per-node=2"]
+    # The flavour's own setting is for one host.
+    env = {"I_MPI_FABRICS": "shm:ofi", "FI_PROVIDER": "tcp"}
+    lines = [
+        f"bash {SCRIPTS}/multi_node.sbatch {who}",
+        f"mkdir mpiexec && (cd mpiexec && $VENV/bin/mpiexec $VENV/bin/python {who})",
+        f"mkdir no && cd no && srun $VENV/bin/python {who}",
+    ]
+    ended = slurm.run(flavour, [batch(tmp_path / "job", "set -e", *lines)], cwd=tmp_path, options=options, env=env)
+    assert (ended.state, ended.status) == ("FAILED", 1), ended.output
+    assert "--mpi=pmi2 " in ended.output
+    for folder in (tmp_path, tmp_path / "mpiexec"):
+        assert of_each(folder, "host") == ["h1", "h1", "h2", "h2"]
+        assert of_each(folder, "size") == [4] * 4
+        assert of_each(folder, "local_rank") == [0, 1, 0, 1]
+        assert of_each(folder, "total") == [10.0] * 4
+    assert told(tmp_path / "no") == []
+    assert "Start with `srun --mpi=pmi2`, and I_MPI_PMI_LIBRARY naming SLURM's libpmi2.so" in ended.output

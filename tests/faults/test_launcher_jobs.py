@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from flavours import Flavour, clean_env, run_tree
+from flavours import FLAVOURS, Flavour, clean_env, run_tree
+
+pytestmark = pytest.mark.flavours(*FLAVOURS)
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "NCCLCOMM_TEST_LAUNCH"
@@ -257,6 +259,51 @@ def test_killed_launcher_takes_its_ranks_along(flavour: Flavour, waiting: Path) 
         process.kill()
         assert process.wait(DOWN_LIMIT_S) == -signal.SIGKILL
         assert wait_for_none(mark, DOWN_LIMIT_S) == []
+
+
+WITH_NCCLCOMM = """
+import signal, sys, threading, time
+import ncclcomm
+comm = ncclcomm.init()
+def save(*_):
+    time.sleep(0.3)
+    print("saved", comm.rank)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+comm.barrier()
+if comm.rank == 1 and sys.argv[1] == "thread": threading.Thread(target=lambda: 1 / 0).start()
+if comm.rank == 1 and sys.argv[1] == "main": 1 / 0
+time.sleep(600)
+"""
+
+
+@pytest.mark.flavours("mpich", "openmpi")
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_ranks_of_ncclcomm_have_their_grace_too(flavour: Flavour, tmp_path: Path, where: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITH_NCCLCOMM)
+    start = time.monotonic()
+    ended = launch(flavour, "-n", "3", "--grace", "30", script, where)
+    assert time.monotonic() - start < 25, "ranks that have saved their work wait for the one that failed"
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.count("ZeroDivisionError: division by zero") == 1, ended.stderr
+    assert "ncclcomm run: rank 1 exited with status 1" in ended.stderr
+    assert sorted(line for line in ended.stdout.splitlines() if line) == ["saved 0", "saved 2"]
+
+
+@pytest.mark.flavours("mpich")
+def test_sigusr1_reaches_the_ranks(flavour: Flavour, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, sys\nfrom mpi4py import MPI\nsignal.signal(signal.SIGUSR1, lambda *_: print('heard'))\n"
+        "print('up', MPI.COMM_WORLD.rank)\nsignal.pause()\n"
+    )
+    with running(flavour, 2, script) as (process, mark):
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["heard\n"] * 2
+        assert process.wait(DOWN_LIMIT_S) == 0
+        assert survivors(mark) == []
 
 
 def test_closed_stdout_ends_the_job(flavour: Flavour, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flavours import Flavour, clean_env, run_tree
+from flavours import FLAVOURS, Flavour, clean_env, run_tree
+
+pytestmark = pytest.mark.flavours(*FLAVOURS)
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 40.0

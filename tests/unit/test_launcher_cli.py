@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from ncclcomm.cli import main
 from ncclcomm.errors import BackendUnavailableError
 from ncclcomm.launcher import flavour as flavour_module
-from ncclcomm.launcher.command import CHILD, MPICH, OPENMPI
+from ncclcomm.launcher.command import CHILD, INTELMPI, MPICH, OPENMPI
 from ncclcomm.launcher.flavour import family, find_launcher, guess_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,12 +55,30 @@ def executable(path: Path, text: str) -> Path:
         (["-n", "2", "--time", "3", "SCRIPT"], "--time"),
         (["-n", "2", "missing.py"], "there is no file 'missing.py'"),
         (["-n", "2", "FOLDER"], "is a directory"),
+        (["-n", "2", "BINARY"], "binary' is no Python program: source code"),
+        (["-n", "2", "SHELL"], "shell.sh' is no Python program: line 2: "),
+        (["-n", "2", "LATIN"], "latin.py' is no Python program: "),
+        (["-n", "0x2", "SCRIPT"], "'0x2' is not a number of ranks"),
+        (["-n", "automatic", "SCRIPT"], "'automatic' is not a number of ranks"),
+        (["-n", "2", "--ranks-per-node", "0", "SCRIPT"], "'0' is not a count"),
+        (["-n", "2", "--devices-per-rank", "two", "SCRIPT"], "'two' is not a count"),
+        (["-n", "2", "--bind", "thread", "SCRIPT"], "invalid choice: 'thread'"),
+        (["-n", "2", "--launcher", "mpirun", "SCRIPT"], "invalid choice: 'mpirun'"),
+        (["-n", "2", "--mpi", "--help", "SCRIPT"], "--mpi"),
+        (["-n", "2", "--mpi=pmi 2", "SCRIPT"], "'pmi 2' is no type"),
+        (["-n", "2", "--hosts", "h1", "--hostfile", "f", "SCRIPT"], "not allowed with"),
+        (["-n", "2", "--env"], "--env"),
     ],
 )
 def test_usage_errors_are_one_line_and_status_2(
     options: list[str], said: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    files = {"BINARY": "binary", "SHELL": "shell.sh", "LATIN": "latin.py"}
     words = {"SCRIPT": str(script), "FOLDER": str(script.parent)}
+    words.update({word: str(script.parent / name) for word, name in files.items()})
+    Path(words["BINARY"]).write_bytes(b"\x7fELF\x02\x01\x00\x00")
+    Path(words["SHELL"]).write_text("#!/bin/bash\nif [ 1 ]; then echo; fi\n")
+    Path(words["LATIN"]).write_bytes(b"name = 'na\xefve'\n")
     with pytest.raises(SystemExit) as ended:
         main(["run", *(words.get(word, word) for word in options)])
     assert ended.value.code == 2
@@ -159,19 +178,28 @@ def test_mpi4py_without_a_library_is_one_line(
         ("MPICH Version:      5.0.2", MPICH),
         ("HYDRA build details:", MPICH),
         ("MVAPICH Version: 3.0", MPICH),
-        ("Intel(R) MPI Library 2021.18", MPICH),
+        ("Intel(R) MPI Library 2021.18.1 for Linux* OS", INTELMPI),
     ],
 )
 def test_family(text: str, flavour: str) -> None:
     assert family(text) == flavour
 
 
-@pytest.mark.parametrize(("companion", "flavour"), [("prterun", OPENMPI), ("mpiexec.hydra", MPICH)])
+@pytest.mark.parametrize(
+    ("companions", "flavour"),
+    [
+        (["prterun"], OPENMPI),
+        (["mpiexec.hydra"], MPICH),
+        (["mpiexec.hydra", "hydra_bstrap_proxy"], INTELMPI),
+        ([], MPICH),
+    ],
+)
 def test_guess_looks_beside_python_first(
-    companion: str, flavour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    companions: list[str], flavour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mpiexec = executable(tmp_path / "env" / "mpiexec", "exit 9")
-    executable(tmp_path / "env" / companion, "exit 9")
+    for companion in companions:
+        executable(tmp_path / "env" / companion, "exit 9")
     executable(tmp_path / "other" / "mpiexec", "exit 9")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "other"))
@@ -179,15 +207,22 @@ def test_guess_looks_beside_python_first(
     assert (found.flavour, found.mpiexec) == (flavour, str(mpiexec))
 
 
-@pytest.mark.parametrize(("loaded", "offered"), [(MPICH, "mpiexec (OpenRTE) 4.1.4"), (OPENMPI, "HYDRA build details:")])
-def test_launcher_of_the_other_mpi_is_refused_by_name(
-    loaded: str, offered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SAID = {
+    MPICH: "HYDRA build details:",
+    OPENMPI: "mpiexec (OpenRTE) 4.1.4",
+    INTELMPI: "Intel(R) MPI Library for Linux* OS, Version 2021.18.1",
+}
+
+
+@pytest.mark.parametrize(("loaded", "other"), list(itertools.permutations(SAID, 2)))
+def test_launcher_of_another_mpi_is_refused_by_name(
+    loaded: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    offered = SAID[other]
     mpiexec = executable(tmp_path / "bin" / "mpiexec", f"echo '{offered}'")
     monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda: (loaded, ""))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    other = OPENMPI if loaded == MPICH else MPICH
     with pytest.raises(BackendUnavailableError) as raised:
         find_launcher()
     assert f"mpi4py loads {loaded}" in str(raised.value)
@@ -202,6 +237,15 @@ def test_the_matching_launcher_is_taken_from_further_back(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'first'}{os.pathsep}{tmp_path / 'second'}")
     assert find_launcher().mpiexec == str(second)
+
+
+def test_a_launcher_may_bear_the_name_of_its_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable(tmp_path / "bin" / "mpiexec", "echo 'mpiexec (Open MPI) 4.1.4'")
+    other = executable(tmp_path / "bin" / "mpiexec.mpich", "exit 9")
+    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda: (MPICH, ""))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert find_launcher().mpiexec == str(other)
 
 
 def test_no_launcher_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flavours import clean_env
 from ncclcomm.communicator.gpu import agree_on_gpus
 from ncclcomm.communicator.setup import _device_for
+from ncclcomm.communicator.world import _alone
 from ncclcomm.config import Launch, launched, slurm_gpus
 from ncclcomm.errors import DeviceError
+from ncclcomm.launcher.slurm import srun_mpi
 from ncclcomm.topology import Topology
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
@@ -43,6 +48,8 @@ SALLOC_HERE = {name: BATCH[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "S
 """What a shell finds that salloc starts where it was called."""
 SALLOC_NODE = {**STEP, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
 """What a shell finds that salloc opens on a node: a step of one task, with the job's SLURM_NTASKS."""
+HELPER = {**STEP, "PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+"""What a rank of MPICH's or Intel's mpiexec finds, of which srun started one helper on each of four nodes."""
 
 
 @pytest.mark.parametrize(
@@ -50,18 +57,50 @@ SALLOC_NODE = {**STEP, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1
     [
         (BATCH, None),
         (SALLOC_HERE, None),
-        (STEP, ("SLURM_STEP_NUM_TASKS", 4, 3)),
-        (SALLOC_NODE, ("SLURM_STEP_NUM_TASKS", 1, 0)),
-        ({**STEP, "SLURM_NTASKS": "1"}, ("SLURM_STEP_NUM_TASKS", 4, 3)),
-        ({**STEP, "PMI_SIZE": "4", "PMI_RANK": "3"}, ("PMI_SIZE", 4, 3)),
-        ({**SALLOC_NODE, "PMI_SIZE": "2", "PMI_RANK": "1"}, ("PMI_SIZE", 2, 1)),
-        ({**BATCH, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, ("OMPI_COMM_WORLD_SIZE", 2, 1)),
-        ({**STEP, "SLURM_STEP_NUM_TASKS": ""}, ("SLURM_NTASKS", 4, 3)),
+        (STEP, ("SLURM_STEP_NUM_TASKS", 4, 3, True)),
+        (SALLOC_NODE, ("SLURM_STEP_NUM_TASKS", 1, 0, True)),
+        ({**STEP, "SLURM_NTASKS": "1"}, ("SLURM_STEP_NUM_TASKS", 4, 3, True)),
+        ({**STEP, "PMI_SIZE": "4", "PMI_RANK": "3"}, ("PMI_SIZE", 4, 3, True)),
+        ({**SALLOC_NODE, "PMI_SIZE": "2", "PMI_RANK": "1"}, ("PMI_SIZE", 2, 1, False)),
+        ({**BATCH, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, ("OMPI_COMM_WORLD_SIZE", 2, 1, False)),
+        ({**STEP, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, ("OMPI_COMM_WORLD_SIZE", 4, 3, False)),
+        (HELPER, ("PMI_SIZE", 4, 3, False)),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": ""}, ("SLURM_NTASKS", 4, 3, True)),
         ({name: value for name, value in STEP.items() if name != "SLURM_LOCALID"}, None),
     ],
 )
-def test_how_many_ranks_slurm_promises(environ: dict[str, str], expected: tuple[str, int, int] | None) -> None:
+def test_how_many_ranks_slurm_promises(environ: dict[str, str], expected: tuple[str, int, int, bool] | None) -> None:
     assert launched(environ) == (expected and Launch(*expected))
+
+
+LIBRARIES = {
+    "Open MPI v5.0.11, package: Open MPI x, ident: 5.0.11": "pmix",
+    "MPICH Version:      5.0.2\nMPICH ABI:          17:0:5": "pmi2",
+    "Intel(R) MPI Library 2021.18 for Linux* OS\x00": "pmi2",
+    "MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)": "cray_shasta",
+    "MVAPICH Version       :  3.0": "pmi2",
+}
+"""Texts by which MPI libraries name themselves, and the kind of srun that starts their ranks."""
+
+
+@pytest.mark.parametrize("version", list(LIBRARIES))
+def test_what_to_type_where_srun_promised_more(version: str) -> None:
+    by_srun = _alone(Launch("PMI_SIZE", 4, 3, True), version)
+    by_another = _alone(Launch("PMI_SIZE", 4, 3, False), version)
+    for message in (by_srun, by_another):
+        assert message.startswith("PMI_SIZE=4 promises 4 ranks, but MPI sees 1: ")
+        assert f"`srun --mpi={LIBRARIES[version]}`" in message
+        assert version.split("\n")[0].split()[0] in message
+        assert "\x00" not in message
+        assert "ncclcomm run" in message
+    assert "Start with that MPI's mpiexec" in by_another
+    assert ("I_MPI_PMI_LIBRARY" in by_srun) == ("Intel" in version)
+
+
+def test_what_to_type_with_an_mpi_of_another_name() -> None:
+    message = _alone(Launch("SLURM_NTASKS", 2, 0, True), "HPC-X 9")
+    assert "`srun --mpi=list`" in message
+    assert "(HPC-X 9)" in message
 
 
 GPUS = [
@@ -182,6 +221,52 @@ def test_the_batch_scripts_differ_in_the_number_of_nodes_alone() -> None:
     assert one_body == two_body
     assert len(one) >= 5
     assert [(a, b) for a, b in zip(one, two, strict=True) if a != b] == [("--nodes=1", "--nodes=2")]
+
+
+def run_script(name: str, folder: Path, library: str) -> subprocess.CompletedProcess[str]:
+    """Run a batch script whose mpi4py loads a library of that text, and whose srun prints its arguments."""
+    for program, body in (("python", 'printf "%s" "$LIBRARY"'), ("srun", 'echo "CPUS=$SRUN_CPUS_PER_TASK $*"')):
+        path = folder / "bin" / program
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    env = {
+        **clean_env(),
+        **{"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "h1", "SLURM_CPUS_PER_TASK": "3"},
+        **{"VENV": str(folder), "LIBRARY": library, "PATH": f"{folder}/bin:{os.environ['PATH']}"},
+    }
+    argv = ["bash", SCRIPTS / f"{name}.sbatch", "train.py", "two words"]
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=20, check=False)
+
+
+@pytest.mark.parametrize("version", list(LIBRARIES))
+def test_the_batch_scripts_launcher_and_errors_name_the_same_kind(version: str, tmp_path: Path) -> None:
+    kind = LIBRARIES[version]
+    ended = run_script("multi_node", tmp_path, version.strip("\x00"))
+    assert ended.returncode == 0, ended.stderr
+    called = ended.stdout.splitlines()[-1]
+    assert called.startswith(f"CPUS=3 --mpi={kind} ")
+    assert called.endswith(f" {tmp_path}/bin/python -m mpi4py train.py two words")
+    assert "two\\ words" in ended.stdout
+    flavours = {"Open MPI": "Open MPI", "MPICH Ver": "MPICH", "Intel": "Intel MPI"}
+    for word, flavour in flavours.items():
+        if word in version:
+            assert srun_mpi(flavour, ("none", "cray_shasta", "pmix", "pmi2")) == kind
+
+
+def test_a_batch_script_with_an_mpi_of_another_name(tmp_path: Path) -> None:
+    ended = run_script("single_node", tmp_path, "HPC-X 9")
+    assert ended.returncode == 2
+    assert "set NCCLCOMM_SRUN_MPI to what 'srun --mpi=list' has for this MPI: HPC-X 9" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["single_node", "multi_node"])
+def test_a_batch_script_that_is_not_in_a_job(name: str) -> None:
+    path = SCRIPTS / f"{name}.sbatch"
+    ended = subprocess.run(["bash", path], env=clean_env(), capture_output=True, text=True, timeout=20, check=False)
+    assert ended.returncode != 0
+    assert "SLURM_JOB_ID: submit this file with sbatch" in ended.stderr
+    assert ended.stdout == ""
 
 
 def test_the_batch_scripts_name_variables_that_exist() -> None:

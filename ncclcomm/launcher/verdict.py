@@ -1,0 +1,179 @@
+"""How a job went: from what is heard of its ranks to one report and one exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from dataclasses import dataclass
+
+from ncclcomm.launcher.link import Event, Watcher
+
+__all__ = ["LOST_STATUS", "Verdict", "say"]
+
+LOST_STATUS = 1
+"""Exit status after the loss of a rank, where the launcher of the ranks has none to tell."""
+
+
+def say(text: str) -> None:
+    """Write a line of this program's own to stderr.
+
+    Args:
+        text: the line, without the program's name.
+    """
+    with contextlib.suppress(OSError):  # a closed stderr must not keep the ranks alive
+        print(f"ncclcomm run: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How a rank failed."""
+
+    name: str
+    end: Event
+
+    def __str__(self) -> str:
+        if self.end.killed_by:
+            return f"{self.name} was killed by {signal.Signals(self.end.killed_by).name}"
+        return f"{self.name} exited with status {self.end.status}"
+
+    @property
+    def is_kill(self) -> bool:
+        """True for a signal from outside or of the machine; libraries that give up abort."""
+        return self.end.killed_by not in (0, signal.SIGABRT)
+
+
+class Verdict:
+    """What is known of a job's ranks.
+
+    Args:
+        size: number of ranks.
+        names_hosts: whether messages name a rank's host.
+    """
+
+    def __init__(self, size: int, *, names_hosts: bool) -> None:
+        self._size = size
+        self._names_hosts = names_hosts
+        self._ended: set[str] = set()
+        self._lost: dict[str, Event] = {}
+        self._reports: dict[str, Watcher] = {}  # of failing ranks, the first one first
+        self._failures: list[_Failure] = []
+        self._shown: _Failure | None = None
+        self.was_asked = False
+        """True if ranks were asked to end by someone else: the launcher of the ranks, or SLURM."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True once nothing more can be heard of any rank."""
+        return len(self._ended | self._lost.keys()) >= self._size
+
+    @property
+    def has_lost(self) -> bool:
+        """True if the watcher of a rank went without a word."""
+        return bool(self._lost)
+
+    @property
+    def silent_hosts(self) -> set[str]:
+        """Names, as they give them themselves, of hosts that do not answer."""
+        return {event.watcher.host for event in self._lost.values() if event.is_silent}
+
+    def note_report(self, watcher: Watcher) -> None:
+        """A rank says why it fails.
+
+        Args:
+            watcher: whose report has grown.
+        """
+        self._reports.setdefault(watcher.rank, watcher)
+
+    def note_end(self, event: Event) -> None:
+        """A rank's program has ended.
+
+        Args:
+            event: its end.
+        """
+        self._ended.add(event.watcher.rank)
+
+    def note_lost(self, event: Event) -> None:
+        """The watcher of a rank is gone.
+
+        Args:
+            event: its loss.
+        """
+        self._lost.setdefault(event.watcher.rank, event)
+
+    def note_failure(self, event: Event) -> None:
+        """A rank's program has failed of itself.
+
+        Args:
+            event: its end.
+        """
+        self._failures.append(_Failure(self._named([event.watcher]), event))
+
+    def show_failure(self) -> None:
+        """Print, once, how the first rank failed.
+
+        Connections to it break when it ends, upon which others give up, and may be heard of before it: a rank that was
+        killed goes first, then those with a report, in the order of these, which are passed on before a rank ends.
+        """
+        if not self._failures or self._shown:
+            return
+        order = list(self._reports)
+
+        def place(failure: _Failure) -> tuple[bool, int]:
+            rank = failure.end.watcher.rank
+            return not failure.is_kill, order.index(rank) if rank in order else len(order)
+
+        self._shown = min(self._failures, key=place)
+        self._show(str(self._shown), self._shown.end.watcher)
+
+    def status(self, name: str, returncode: int) -> int:
+        """Print what is not said yet, and give the job's exit status.
+
+        Args:
+            name: of the launcher of the ranks.
+            returncode: its exit status, as subprocess gives it.
+        """
+        self.show_failure()
+        if self._shown:
+            self._say_lost("")
+            return self._shown.end.status
+        # One that did not end by itself is killed, and has no status to tell.
+        status = (LOST_STATUS if self._lost else 128 - returncode) if returncode < 0 else returncode
+        for watcher in self._reports.values():
+            self._show(f"{self._named([watcher])} failed, and MPI ended the job", watcher)
+            return status or LOST_STATUS
+        if self._lost:
+            self._say_lost(f"{name} ended with status {status}, and ")
+            return LOST_STATUS if self.silent_hosts else status or LOST_STATUS
+        if status:
+            say(f"{name} ended with status {status}")
+        elif self.was_asked:
+            return 128 + signal.SIGTERM
+        elif not self.is_complete:
+            missing = sorted(set(map(str, range(self._size))) - self._ended, key=int)
+            say(f"{name} ended with status 0, but rank {', '.join(missing)} was not seen to end")
+            return LOST_STATUS
+        return status
+
+    def _named(self, watchers: list[Watcher]) -> str:
+        """How ranks of one host are called in messages."""
+        ranks = ", ".join(sorted((watcher.rank for watcher in watchers), key=int))
+        return f"rank {ranks} on host {watchers[0].host}" if self._names_hosts else f"rank {ranks}"
+
+    def _show(self, headline: str, watcher: Watcher) -> None:
+        """Print how a rank failed, with its traceback if it left one."""
+        say(headline)
+        with contextlib.suppress(OSError):  # as in say
+            report = watcher.report.decode(errors="replace")
+            sys.stderr.write(report if report.endswith("\n") or not report else f"{report}\n")
+            sys.stderr.flush()
+
+    def _say_lost(self, head: str) -> None:
+        """Print which ranks were lost first; without a head only those of a silent host, as others are killed."""
+        silent = [event.watcher for event in self._lost.values() if event.is_silent]
+        lost = silent or [event.watcher for event in self._lost.values() if head]
+        first = [watcher for watcher in lost if watcher.host == lost[0].host]
+        if first:
+            ranks = self._named(first)
+            killed = f"{head}{ranks} was killed, or the host was"
+            say(f"{ranks} was lost: the host does not answer" if silent else killed)
