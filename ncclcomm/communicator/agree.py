@@ -103,7 +103,7 @@ def agree(
         MismatchError: ranks disagree.
     """
     number = comm._next_call(call)
-    if comm.size == 1 or (header == "none" and not comm._is_checked(number)):
+    if comm.size == 1 or (header == "none" and number >= comm._checked_calls):
         return _alone(comm, validate)
     failure: Exception | None = None
     try:
@@ -127,7 +127,7 @@ def agree(
 
 def check_after_header(comm: Communicator, check: Callable[[], None]) -> None:
     """Run a check of what the header told; unchecked, only this rank may know, and the others go on without it."""
-    if not comm._is_checked(comm._calls - 1):
+    if comm._calls > comm._checked_calls:
         comm._commit()
     check()
 
@@ -164,12 +164,16 @@ def wait_for_all(comm: Communicator) -> None:
 
 def _alone(comm: Communicator, validate: Callable[[], Facts[T]]) -> tuple[T, list[Mapping[str, Any]]]:
     """Validate where no other rank is told, and none is heard."""
+    entry = comm._entry
+    is_limited = entry is not None and entry.limit_s is not None
     try:
-        check_limit(comm)
+        if is_limited:
+            check_limit(comm)
         facts = validate()
     except NcclCommError as failure:
         raise _named(comm, failure) from failure.__cause__
-    wait_for_all(comm)
+    if is_limited:
+        wait_for_all(comm)
     return facts.local, [facts.own] if comm.size == 1 else []
 
 
@@ -179,7 +183,7 @@ def _exchange(comm: Communicator, statement: Statement, header: str, root: Any) 
     A statement that says the same as this rank's is this rank's object.
     """
     said = encode(statement)
-    if header == "all" or comm._is_checked(statement.number):
+    if header == "all" or statement.number < comm._checked_calls:
         return [statement if data == said else decode(data) for data in comm._control.all_gather_bytes(said)]
     unheard = Statement(statement.call, statement.number, statement.same)
     heard = [unheard] * comm.size

@@ -73,7 +73,7 @@ class Communicator:
         """The mpi4py communicator that the calls use (a duplicate); None in a world without MPI. Don't free it."""
         self._backend = member.backend
         self._control = member.control
-        self._check = member.check
+        self._checked_calls = float("inf") if member.check is True else int(member.check)
         self._calls = 0
         self._closed = False
         self._broken = ""  # why no further call can be made
@@ -113,10 +113,6 @@ class Communicator:
     def _commit(self) -> None:
         """From here on data moves: what fails on this rank alone leaves the others waiting."""
         self._committed = True
-
-    def _is_checked(self, number: int) -> bool:
-        """True if the call of that number is checked."""
-        return self._check is True or (self._check is not False and number < self._check)
 
     def _engine(self, device: int) -> Engine:
         """What runs collectives on arrays of a device or of host memory."""

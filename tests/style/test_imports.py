@@ -25,15 +25,15 @@ LAYERS = {
     "communicator": {"errors", "devices", "arrays", "transport", "topology", "chunks", "reductions"},
     "launcher": {"errors", "config"},
 }
-PUTS_TOGETHER = {"__init__", "__main__", "cli", "bench"}
+PUTS_TOGETHER = {"__init__", "__main__", "cli", "bench", "doctor"}
 """Where parts are put together: they may import any layer."""
 HANDS_IN_CONFIG = {"devices/registry.py", "communicator/setup.py", "communicator/world.py"}
 """Where the environment's configuration is read and handed to the parts."""
 
 DOORS = {
-    "cupy": {"devices/cuda", "transport/peer.py", "transport/nccl.py"},
+    "cupy": {"devices/cuda", "transport/peer.py", "transport/nccl.py", "bench/"},
     "cuda": {"devices/cuda", "transport/peer.py", "transport/nccl.py"},
-    "mpi4py": {"transport/mpi.py", "transport/shm.py", "communicator/world.py"},
+    "mpi4py": {"transport/mpi.py", "transport/shm.py", "communicator/world.py", "doctor/world.py"},
     "threading": {
         "devices/",
         "transport/peer.py",
@@ -47,7 +47,7 @@ DOORS = {
     },
     "queue": {"devices/", "transport/peer.py", "communicator/watchdog", "communicator/progress", "launcher/"},
     "concurrent": {"devices/", "transport/peer.py", "communicator/watchdog", "communicator/progress", "launcher/"},
-    "socket": {"communicator/watchdog", "launcher/"},
+    "socket": {"communicator/watchdog", "doctor/network.py", "launcher/"},
     "torch": {"arrays.py", "devices/", "bench/"},
     "rich": {"bench/"},
     "tqdm": {"bench/"},

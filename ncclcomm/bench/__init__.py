@@ -1,0 +1,1 @@
+"""What `ncclcomm bench` does: times every collective beside its peers, and checks the answers."""

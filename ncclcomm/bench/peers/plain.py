@@ -1,0 +1,75 @@
+"""NumPy's own copies and sums, the floor of the in-process calls on virtual devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ncclcomm.bench.case import Case
+from ncclcomm.bench.peers.base import Absent, Peer
+
+if TYPE_CHECKING:
+    from ncclcomm.bench.group import Group
+
+__all__ = ["RawNumpy"]
+
+Call = Callable[[], Any]
+
+
+def _plain(arrays: Any) -> list[Any]:
+    """The arrays as NumPy has them, without their device."""
+    return [None if array is None else array.view(np.ndarray) for array in arrays]
+
+
+class RawNumpy(Peer):
+    """numpy.copyto and numpy.add with nothing around them."""
+
+    name = "raw"
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        if group.on_gpus or group.comm is not None:
+            raise Absent("it is timed on virtual devices of one process")
+
+    def _broadcast(self, case: Case) -> Call:
+        source, targets = _plain(case.sends)[case.root], _plain(case.recvs)
+
+        def broadcast() -> None:
+            for target in targets:
+                np.copyto(target, source)
+
+        return broadcast
+
+    def _scatter(self, case: Case) -> Call:
+        source, targets = _plain(case.sends)[case.root], _plain(case.recvs)
+        pairs = list(zip(targets, np.split(source, len(targets)), strict=True))
+
+        def scatter() -> None:
+            for target, part in pairs:
+                np.copyto(target, part)
+
+        return scatter
+
+    def _gather(self, case: Case) -> Call:
+        parts, target = _plain(case.sends), _plain(case.recvs)[case.root]
+        pairs = list(zip(np.split(target, len(parts)), parts, strict=True))
+
+        def gather() -> None:
+            for place, part in pairs:
+                np.copyto(place, part)
+
+        return gather
+
+    def _reduce_add(self, case: Case) -> Call:
+        arrays, target = _plain(case.sends), _plain(case.recvs)[case.root]
+        add = np.logical_or if case.row.dtype.kind == "b" else np.add
+        first, rest = arrays[0], arrays[1:]
+
+        def reduce_add() -> None:
+            np.copyto(target, first)
+            for array in rest:
+                add(target, array, out=target)
+
+        return reduce_add
