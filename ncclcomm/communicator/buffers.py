@@ -63,6 +63,8 @@ def settle(comm: Communicator, *arrays: View | None) -> None:
 
 def near_view(comm: Communicator, array: View) -> View:
     """An input where the transports reach it, once the work queued before the call is done."""
+    if array.device == HOST_MEMORY:
+        return array
     settle(comm, array)
     if not _is_far(comm, array):
         return array
@@ -80,7 +82,8 @@ def target_for(comm: Communicator, shape: Sequence[int], dtype: Any, device: int
     """A target in the caller's `out`, once the work queued on it is done, or in a new array on a device."""
     if out is None:
         return Target(comm, empty_on(comm._backend, tuple(shape), dtype, device))
-    settle(comm, out)
+    if out.device != HOST_MEMORY:
+        settle(comm, out)
     return Target(comm, out)
 
 

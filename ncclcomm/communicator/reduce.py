@@ -38,7 +38,9 @@ def _validate(comm: Communicator, call: str, array: Any, op: Any, root: Any, out
     rank = comm.rank if root is _EVERY_RANK else check_root(root, comm.size, call)
     found = view(array, f"{call}: array")
     check_reduction(op, found.data.dtype, call)
-    dtype = found.data.dtype.newbyteorder("=")
+    dtype = found.data.dtype
+    if not dtype.isnative:
+        dtype = dtype.newbyteorder("=")
     target = None
     if out is not None and rank == comm.rank:
         target = view(out, f"{call}: out")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -130,11 +130,13 @@ class MpiTransport(Transport):
         self.chunk_bytes = chunk_bytes
         self._closed = False
 
-    def _chunks(self, array: Any) -> Iterator[Any]:
-        """An array's bytes in pieces that one MPI call takes; nothing for no elements."""
+    def _chunks(self, array: Any, unit: int = 1) -> list[Any]:
+        """An array's bytes in pieces that one MPI call takes, each of whole units; nothing for no elements."""
         data = _bytes(array)
-        for start in range(0, data.size, self.chunk_bytes):
-            yield data[start : start + self.chunk_bytes]
+        if 0 < data.size <= self.chunk_bytes:
+            return [data]
+        step = max(1, self.chunk_bytes // unit) * unit
+        return [data[start : start + step] for start in range(0, data.size, step)]
 
     @translated
     def broadcast(self, buffers: Sequence[Any], root: int) -> None:
@@ -181,22 +183,21 @@ class MpiTransport(Transport):
         """Wait for all of them."""
         MPI.Request.Waitall(requests)
 
-    def _steps(self, array: Any) -> Iterator[slice]:
-        """Slices of elements that one MPI call takes."""
-        step = max(1, self.chunk_bytes // array.itemsize)
-        for start in range(0, array.size, step):
-            yield slice(start, start + step)
-
     @translated
     def reduce(self, arrays: Sequence[Any], outs: Sequence[Any | None], op: str, root: int) -> None:
         """See Transport.reduce."""
         array, out = arrays[0], outs[0]
         mpi_op, mpi_type = _reduction(op, array.dtype)
         in_place = out is not None and same_memory(array, out)
-        for part in self._steps(array):
-            target = None if out is None else [_bytes(out[part]), mpi_type]
-            source = MPI.IN_PLACE if in_place else [_bytes(array[part]), mpi_type]
-            self.comm.Reduce(source, target, mpi_op, root=root)
+        sources = self._chunks(array, array.itemsize)
+        targets = [None] * len(sources) if out is None else self._chunks(out, out.itemsize)
+        for source, target in zip(sources, targets, strict=True):
+            self.comm.Reduce(
+                MPI.IN_PLACE if in_place else (source, mpi_type),
+                None if target is None else (target, mpi_type),
+                mpi_op,
+                root=root,
+            )
 
     @translated
     def all_reduce(self, arrays: Sequence[Any], outs: Sequence[Any], op: str) -> None:
@@ -210,9 +211,13 @@ class MpiTransport(Transport):
             self.broadcast(outs, 0)
             return
         in_place = same_memory(array, out)
-        for part in self._steps(array):
-            source = MPI.IN_PLACE if in_place else [_bytes(array[part]), mpi_type]
-            self.comm.Allreduce(source, [_bytes(out[part]), mpi_type], mpi_op)
+        targets = self._chunks(out, out.itemsize)
+        if in_place:
+            for target in targets:
+                self.comm.Allreduce(MPI.IN_PLACE, (target, mpi_type), mpi_op)
+            return
+        for source, target in zip(self._chunks(array, array.itemsize), targets, strict=True):
+            self.comm.Allreduce((source, mpi_type), (target, mpi_type), mpi_op)
 
     @translated
     def move(self, array: Any | None, out: Any | None, source: int, dest: int) -> None:

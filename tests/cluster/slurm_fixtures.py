@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -206,7 +205,7 @@ class Slurm:
                 ended = self.wait(number, timeout_s)
             if CRASH_IN_INIT not in ended.output:
                 return ended
-            warnings.warn(f"Open MPI crashed in MPI_Init, the job is started again:\n{ended.output}", stacklevel=2)
+            print(f"Open MPI crashed in MPI_Init, the job is started again:\n{ended.output}")
         with self.running(flavour, job, cwd=cwd, options=options, env=env) as number:
             return self.wait(number, timeout_s)
 
