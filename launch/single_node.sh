@@ -51,7 +51,7 @@ if [[ $version == *"Open MPI"* ]]; then
     setting PRTE_MCA_hwloc_default_binding_policy none
     # One host needs no network interfaces; looking for them slows the start.
     setting OMPI_MCA_btl ^ofi
-    if (( ranks > $(nproc) )); then
+    if (( ranks > $(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) )); then
         # A rank that waits gives its core to one that works.
         setting OMPI_MCA_mpi_yield_when_idle 1
     fi
@@ -63,7 +63,7 @@ if [[ $version == *"Open MPI"* ]]; then
 elif [[ $version == *"Intel(R) MPI"* ]]; then
     # Each rank would be pinned to its share of the cores, its threads with it.
     setting I_MPI_PIN off
-elif (( ranks > $(nproc) )); then
+elif (( ranks > $(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) )); then
     # MPICH: the other network module spins without giving the core away.
     setting MPIR_CVAR_CH4_NETMOD ofi
 fi

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -32,6 +35,35 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(status)
 
 
+def _open_missing_streams() -> None:
+    """Give /dev/null to what a caller has closed of standard input, output and errors.
+
+    Files that are opened later would take their numbers, and get what is printed by the processes below.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _print_any_text() -> None:
+    """Let standard output take arguments and variables that are no valid text: as they came, or else escaped."""
+    codecs.register_error("ncclcomm", _as_it_came)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="ncclcomm")
+
+
+def _as_it_came(error: UnicodeError) -> tuple[str | bytes, int]:
+    """The bytes that Python could not read as text, where it was those; other characters escaped."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(error)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the console script and `python -m ncclcomm` call it.
 
@@ -44,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with status 2 for a usage error, 0 after --help.
     """
+    _open_missing_streams()
+    _print_any_text()
     parser = _Parser(prog="ncclcomm", description="Collectives over GPUs and ranks.", allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_run(commands)

@@ -92,12 +92,17 @@ class Launch:
     """True if it is SLURM's srun, with whichever --mpi."""
 
 
+def _is_number(text: str) -> bool:
+    """True for digits that are no more than any number here needs: Python refuses to read thousands of them."""
+    return text.isdecimal() and len(text) <= 18
+
+
 def _parse_devices(text: str) -> tuple[str, int]:
     """Read NCCLCOMM_DEVICES."""
     kind, colon, number = text.strip().partition(":")
     if kind in ("auto", "cuda", "host") and not colon:
         return kind, DEFAULT_HOST_DEVICES
-    if kind == "host" and number.isdecimal() and 1 <= int(number) <= 1024:
+    if kind == "host" and _is_number(number) and 1 <= int(number) <= 1024:
         return kind, int(number)
     raise ArgumentError(
         f"NCCLCOMM_DEVICES={text!r} names no backend: use 'auto', 'cuda', 'host' or 'host:N' with N from 1 to 1024"
@@ -107,21 +112,21 @@ def _parse_devices(text: str) -> tuple[str, int]:
 def _parse_ints(name: str, text: str, least: int, example: str) -> tuple[int, ...]:
     """Read a comma-separated list of whole numbers."""
     items = [item.strip() for item in text.split(",")]
-    if not all(item.isdecimal() and int(item) >= least for item in items):
+    if not all(_is_number(item) and int(item) >= least for item in items):
         raise ArgumentError(f"{name}={text!r} is not a list of whole numbers of {least} or more, such as {example}")
     return tuple(int(item) for item in items)
 
 
 def _parse_bytes(name: str, text: str, least: int) -> int:
     """Read a number of bytes."""
-    if not text.isdecimal() or not least <= int(text) < 2**31:
+    if not _is_number(text) or not least <= int(text) < 2**31:
         raise ArgumentError(f"{name}={text!r} is no number of bytes from {least} to 2147483647, such as 1048576")
     return int(text)
 
 
 def _parse_count(name: str, text: str) -> int:
     """Read a number of one or more."""
-    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+    if not _is_number(text) or not 1 <= int(text) < 2**31:
         raise ArgumentError(f"{name}={text!r} is no whole number of 1 or more")
     return int(text)
 
@@ -154,7 +159,7 @@ def _parse_check(text: str) -> bool | int:
     word = text.strip().lower()
     if word in ("true", "false"):
         return word == "true"
-    if word.isdecimal():
+    if _is_number(word):
         return int(word)
     raise ArgumentError(f"NCCLCOMM_CHECK={text!r}: use true, false, or how many calls to check")
 
@@ -228,7 +233,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Launch | None:
     env = os.environ if environ is None else environ
     for size_name, rank_name in _LAUNCHERS:
         size, rank = env.get(size_name, ""), env.get(rank_name, "")
-        if not (size.isdecimal() and rank.isdecimal()):
+        if not (_is_number(size) and _is_number(rank)):
             continue
         if size_name.startswith("SLURM_") and not _in_slurm_step(env):
             continue
@@ -256,7 +261,7 @@ def supervised(environ: Mapping[str, str] | None = None) -> bool:
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
     """True for a task that srun started; a batch script sees SLURM_STEP_ID unset or the batch step's name."""
-    return env.get("SLURM_STEP_ID", "").isdecimal() and "SLURM_LOCALID" in env
+    return _is_number(env.get("SLURM_STEP_ID", "")) and "SLURM_LOCALID" in env
 
 
 def slurm_gpus(environ: Mapping[str, str] | None = None) -> str:

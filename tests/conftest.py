@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def flavour(request: pytest.FixtureRequest) -> Flavour:
     """One MPI flavour after another: `.run(n, argv)` starts ranks under a deadline, and leaves nothing of them."""
     return find(request.param)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that prints which components this one did not find."""
+    output = getattr(session.config, "workeroutput", None)  # there in a process of pytest-xdist's
+    if output is not None:
+        output["skipped_components"] = skipped_components
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Hear it."""
+    skipped_components.update(getattr(node, "workeroutput", {}).get("skipped_components", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ class Case:
     recvs: tuple[Any, ...]
     """None where a member gets nothing."""
     fresh: bool
-    """ncclcomm's calls make their results; peers always fill `recvs`."""
+    """ncclcomm's calls make their results; peers fill `recvs` even so, where they can."""
 
     @property
     def reduction(self) -> str:
@@ -83,6 +83,13 @@ class Case:
     def recv(self) -> Any:
         """Where this rank's result goes; over ranks."""
         return self.recvs[0]
+
+    def for_peers(self) -> Case:
+        """The case as peers have it: they copy nothing on the root where ncclcomm's call copies nothing there."""
+        if not (self.fresh and self.row.op.keeps):
+            return self
+        pairs = zip(self.members, self.recvs, strict=True)
+        return replace(self, recvs=tuple(None if member == self.root else recv for member, recv in pairs))
 
     def out(self) -> dict[str, Any]:
         """The argument `out` of ncclcomm's calls over ranks."""

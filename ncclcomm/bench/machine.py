@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -40,6 +41,11 @@ _SET_BY_LAUNCHERS = (
     "OMPI_MCA_pmix",
 )
 """Of these the launchers' own ones, that tune nothing."""
+
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH|(?<!P)KEY", re.IGNORECASE)
+"""Names whose values nobody should read in a result. A PKEY is a partition of InfiniBand, and no secret."""
+_SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_HIDDEN = "(hidden)"
 
 
 def facts_of(group: Group, command: list[str], commit: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -119,10 +125,16 @@ def load_average() -> list[float]:
 
 
 def settings_of_libraries() -> dict[str, str]:
-    """The variables of this process that tune ncclcomm and the libraries that it and its peers use."""
+    """The variables of this process that tune ncclcomm and the libraries that it and its peers use, without secrets."""
     tuned = config.variables(*_LIBRARIES)
     ours = {name: value for name, value in config.variables("NCCLCOMM_").items() if name in config.SETTINGS}
-    return {**ours, **{name: value for name, value in tuned.items() if not name.startswith(_SET_BY_LAUNCHERS)}}
+    tuned = {name: value for name, value in tuned.items() if not name.startswith(_SET_BY_LAUNCHERS)}
+    return {name: _shown(name, value) for name, value in {**ours, **tuned}.items()}
+
+
+def _shown(name: str, value: str) -> str:
+    """A variable's value as anybody may read it."""
+    return _HIDDEN if _SECRET_NAME.search(name) else _SECRET_IN_URL.sub(_HIDDEN, value)
 
 
 def commit_of_source() -> str:

@@ -57,6 +57,8 @@ class Op:
     """ncclcomm's own call, ready to be timed, of a Communicator (None in one process) and a case."""
     reduction: str | None = None
     """What it does to the data: '*' whatever --op says, or the one reduction that it has; None: it only moves it."""
+    keeps: bool = False
+    """Where results are fresh the root's own one is its input, or a part of it: nothing is copied there."""
 
     @property
     def reduces(self) -> bool:
@@ -157,8 +159,8 @@ def _reduce_add_devices(_: Any, case: Case) -> Callable[[], Any]:
 DEVICE_OPS = {
     op.name: op
     for op in (
-        Op("broadcast", Share.WHOLE_ROOT, Share.WHOLE_EACH, bus_of_whole, _broadcast_devices),
-        Op("scatter", Share.WHOLE_ROOT, Share.PART_EACH, bus_of_parts, _scatter_devices),
+        Op("broadcast", Share.WHOLE_ROOT, Share.WHOLE_EACH, bus_of_whole, _broadcast_devices, keeps=True),
+        Op("scatter", Share.WHOLE_ROOT, Share.PART_EACH, bus_of_parts, _scatter_devices, keeps=True),
         Op("gather", Share.PART_EACH, Share.WHOLE_ROOT, bus_of_parts, _gather_devices),
         Op("reduce_add", Share.WHOLE_EACH, Share.WHOLE_ROOT, bus_of_whole, _reduce_add_devices, "sum"),
     )

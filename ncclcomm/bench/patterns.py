@@ -102,15 +102,25 @@ def _numbers(dtype: np.dtype[Any], reduction: str, member: int, size: int, salt:
         return np.asarray(np.where(place < _MOST_FACTORS, noise % np.uint64(2) + np.uint64(1), 1), np.int64)
     limit = int(np.iinfo(dtype).max) if dtype.kind in "iu" else _EXACT.get(dtype.name, 1 << 53)
     if reduction == "avg":
-        # An average is exact where the sum is a multiple of the number of members: they all have one value, which is 0
-        # where there are so many members that no other would do.
-        most = min(_MOST_VALUE, limit // size)
-        return np.asarray(_noise(0, salt=salt) % np.uint64(most + 1), np.int64)
+        # An average is exact where the sum is a multiple of the number of members: one value for all, 0 where there are
+        # too many members for another, and what sums to 0 over them.
+        most = min(_MOST_VALUE, limit // (2 * size))
+        mean = np.asarray(_noise(0, salt=salt) % np.uint64(most + 1), np.int64)
+        lent, got = (_lent(one, size, limit // 2, salt) for one in (member, (member + 1) % size))
+        return np.asarray(mean + lent - got)
     most = min(_MOST_VALUE, limit if reduction in ("min", "max") else max(1, limit // size))
     numbers = np.asarray(noise % np.uint64(most + 1), np.int64)
     if reduction == "sum" and size > limit:
         numbers[place >= limit] = 0
     return numbers
+
+
+def _lent(member: int, size: int, limit: int, salt: int) -> np.ndarray[Any, Any]:
+    """What a member has more in an average and the one before it less; over all members at most `limit`."""
+    lenders = min(size, limit)
+    place = (np.arange(PERIOD) + member) % size
+    noise = _noise(member, salt=salt + 2)
+    return np.asarray(np.where(place < lenders, noise % np.uint64(min(_MOST_VALUE, limit // lenders) + 1), 0), np.int64)
 
 
 @functools.lru_cache(maxsize=64)

@@ -31,6 +31,8 @@ class Measured:
     """Until the call returned; None on the host backend, where the result is there then."""
     device_us: list[float] | None
     """Between events on the devices' streams; None on the host backend."""
+    iters: int
+    """Calls in a round."""
     wrong: str = ""
     """What was wrong with a peer's answer; '' where it was right or not looked at."""
 
@@ -55,20 +57,17 @@ class RowResult:
     members: int
     """Number of ranks, or of devices of one process."""
     bus_factor: float
-    iters: int
-    """Calls in a round."""
     measured: dict[str, Measured]
     """By contender; ours is 'ncclcomm'."""
     absent: dict[str, str]
     """Peers that took no part in the row, with the reason."""
 
     @classmethod
-    def of(cls, row: Row, iters: int, measured: dict[str, Measured], absent: dict[str, str]) -> RowResult:
+    def of(cls, row: Row, measured: dict[str, Measured], absent: dict[str, str]) -> RowResult:
         """The figures of a row.
 
         Args:
             row: the row.
-            iters: calls in a round.
             measured: by contender.
             absent: peers that took no part, with the reason.
         """
@@ -81,7 +80,6 @@ class RowResult:
             count=row.count,
             members=row.size,
             bus_factor=row.op.bus(row.size),
-            iters=iters,
             measured=measured,
             absent=absent,
         )
@@ -125,6 +123,7 @@ class RowResult:
                 "busbw_GBps": self.busbw(name),
                 "ours_over_it": None if ratio is None else vars(ratio),
                 "wrong": found.wrong,
+                "iters": found.iters,
                 "rounds": {"time_us": found.time_us, "host_us": found.host_us, "device_us": found.device_us},
             }
         own = {name: value for name, value in vars(self).items() if name != "measured"}
@@ -138,7 +137,8 @@ class RowResult:
             KeyError, TypeError, ValueError: it is something else.
         """
         measured = {
-            name: Measured(**found["rounds"], wrong=found.get("wrong", ""))
+            # A file may say it once for all contenders of a row.
+            name: Measured(**found["rounds"], iters=found.get("iters") or told["iters"], wrong=found.get("wrong", ""))
             for name, found in told["contenders"].items()
         }
         names = set(cls.__dataclass_fields__) - {"measured"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -32,6 +33,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_LEAST_S = 0.05
+"""A rank whose own preparations took the whole time limit still finds out by this time whether all have come."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,8 @@ def check_limit(comm: Communicator) -> None:
     """
     entry = comm._entry
     if entry is not None and entry.limit_s is not None:
-        entry.limit_s, wanted = None, entry.limit_s
+        # With a bad one this rank goes on, as far as the others hear of it, by the limit that they take by default.
+        entry.limit_s, wanted = comm._timeout_s, entry.limit_s
         entry.limit_s = seconds_above_0(wanted)
 
 
@@ -153,9 +158,12 @@ def wait_for_all(comm: Communicator) -> None:
     entry = comm._entry
     if entry is None or entry.limit_s is None or comm.size == 1:
         return
-    if comm._control.barrier_within(entry.limit_s):
+    # What is over here is told here, not by the watchdog, which counts from the start of the call as well.
+    limit_s, entry.limit_s = entry.limit_s, None
+    left_s = entry.since_s + limit_s - time.monotonic()
+    if comm._control.barrier_within(max(left_s, _LEAST_S)):
+        entry.limit_s = limit_s
         return
-    limit_s, entry.limit_s = entry.limit_s, None  # told here, not by the watchdog
     report = comm._member.report(entry, f"the time limit of {limit_s:g} s is over")
     comm._break(report)
     BOARD.unfinished = True

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -14,6 +16,9 @@ __all__ = ["BOARD", "Board", "Running", "describe_call", "where_is_main_thread"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _DEVICES = os.path.join(_PACKAGE, "devices", "")
+
+_CLOSED_KEPT = 64
+"""Closed communicators that are still told of."""
 
 
 @dataclass(slots=True)
@@ -34,6 +39,8 @@ class Running:
     """Ranks that seemed gone when they were last asked."""
     is_told: bool = False
     """That the call takes long has been said."""
+    complete_at_s: float | None = None
+    """When no rank was still to come, where some had made the call and left."""
 
 
 @dataclass
@@ -50,12 +57,8 @@ class Board:
     """MPI has an operation of ours that was given up, so that it can't be finalised."""
     leaving: str = ""
     """Why this process makes no further call."""
-    left_at_s: float = 0.0
-
-    def leave_for_good(self, why: str) -> None:
-        """Say that this process makes no further call."""
-        self.leaving = why
-        self.left_at_s = time.monotonic()
+    closed: deque[str] = field(default_factory=deque)
+    """Communicators that were closed, and are still told of: other ranks may not have come to the end of close."""
 
     def enter(self, entry: Running) -> None:
         """Say that this thread is in a call."""
@@ -67,9 +70,25 @@ class Board:
         if took_place:
             self.last[entry.group] = (entry.call, entry.number)
 
-    def state(self) -> dict[str, Any]:
-        """Everything, in plain values."""
+    def close(self, group: str) -> None:
+        """Say that this process has closed a communicator, and forget one that it closed long ago."""
+        self.closed.append(group)
+        if len(self.closed) > _CLOSED_KEPT:
+            forgotten = self.closed.popleft()
+            self.last.pop(forgotten, None)
+            self.broken.pop(forgotten, None)
+
+    def state(self, group: str | None = None) -> dict[str, Any]:
+        """What this process does, in plain values.
+
+        Args:
+            group: the communicator that is asked about; None, and whichever it is once this process leaves: all.
+        """
         now = time.monotonic()
+        last, broken = dict(self.last), dict(self.broken)
+        if group is not None and not self.leaving:
+            last = {name: value for name, value in last.items() if name == group}
+            broken = {name: value for name, value in broken.items() if name == group}
         return {
             "running": [
                 {
@@ -82,10 +101,9 @@ class Board:
                 }
                 for thread, entry in list(self.running.items())
             ],
-            "last": dict(self.last),
-            "broken": dict(self.broken),
+            "last": last,
+            "broken": broken,
             "leaving": self.leaving,
-            "left_for_s": now - self.left_at_s if self.leaving else 0.0,
             "line": where_is_main_thread(),
         }
 
@@ -97,7 +115,8 @@ BOARD = Board()
 def describe_call(arguments: tuple[Any, ...]) -> str:
     """The first array among a call's arguments, in words; '' where there is none."""
     for value in arguments:
-        if hasattr(value, "shape") and hasattr(value, "dtype"):
+        # A thread of ours asks, so that an object of the caller's which fails to answer must not be heard of.
+        with contextlib.suppress(Exception):
             return f"shape {tuple(value.shape)}, {value.dtype}"
     return ""
 

@@ -36,16 +36,24 @@ class Call:
                 f"{self._entry.call}: this communicator is in {running.call} in another thread; one thread at a time "
                 "may call it. Split off a communicator for each thread, or take turns"
             )
-        self._comm._entry = self._entry
-        self._comm._committed = False
         self._device = self._comm._member.on_device()
         self._device.__enter__()
+        self._comm._entry = self._entry
+        self._comm._committed = False
         BOARD.enter(self._entry)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         """End; a call that failed here alone leaves the communicator unusable."""
-        BOARD.leave(self._entry, took_place=self._comm._calls > self._entry.number)
-        self._device.__exit__(kind, error, traceback)
-        if kind is not None and self._comm._committed and self._comm.size > 1:
-            self._comm._break(f"{self._entry.call} failed on this rank while data moved: {in_one_line(kind, error)}")
-        self._comm._entry = None
+        took_place = self._comm._calls > self._entry.number
+        BOARD.leave(self._entry, took_place=took_place)
+        try:
+            self._device.__exit__(kind, error, traceback)
+        finally:
+            if kind is not None and self._comm.size > 1:
+                if self._comm._committed:
+                    why = "failed on this rank while data moved"
+                    self._comm._break(f"{self._entry.call} {why}: {in_one_line(kind, error)}")
+                elif took_place and not issubclass(kind, Exception):
+                    why = "was interrupted on this rank while the ranks agreed"
+                    self._comm._break(f"{self._entry.call} {why}: {in_one_line(kind, error)}")
+            self._comm._entry = None

@@ -345,9 +345,9 @@ class Communicator:
     def close(self) -> None:
         """Give back what the communicator holds; later calls raise ClosedError. MPI itself stays up.
 
-        Collective: every rank of the communicator calls it, and it counts as a call: while calls are checked, ranks
-        that are still in another one make all of them raise. Calling it again does nothing. After a CommTimeoutError
-        or MPI_Finalize it only ends the use of this rank's handle.
+        Collective: it returns when every rank of the communicator has called it. It counts as a call: while calls are
+        checked, ranks that are still in another one make all of them raise. Calling it again does nothing. After a
+        CommTimeoutError or MPI_Finalize it only ends the use of this rank's handle.
 
         Raises:
             MismatchError: another rank is in another call; on every rank. The communicator stays open.
@@ -359,9 +359,12 @@ class Communicator:
             return
         with Call(self, "close", (), None):
             agree(self, "close", lambda: Facts(None, {}, {}))
+            if self._calls > self._checked_calls:
+                self._control.all_gather_bytes(b"")  # a rank that ends early could be taken for one that failed
             self._closed = True
             self._finalizer.detach()
             self._member.close()
+        BOARD.close(self._member.name)
 
     def abort(self, reason: str = "") -> None:
         """Make no further call: a rank that waits for this one is told the reason, and the job ends.

@@ -14,6 +14,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -30,7 +31,7 @@ _guarded: set[int] = set()
 _hooked: set[int] = set()
 
 
-def guard_exit(mpi: Any, *, hooks: bool, supervised: bool) -> None:
+def guard_exit(mpi: Any, *, hooks: bool, supervised: bool, say_goodbye: Callable[[], None]) -> None:
     """Make an uncaught exception end all ranks, and tell the watchdogs when this process ends; once a process.
 
     Args:
@@ -38,6 +39,7 @@ def guard_exit(mpi: Any, *, hooks: bool, supervised: bool) -> None:
         hooks: whether exceptions end all ranks; the exit is taken over in any case.
         supervised: whether `ncclcomm run` ends the other ranks, after a grace that MPI would not give them, when this
             process fails.
+        say_goodbye: tells the other ranks that this process makes no further call; called at its end.
     """
     if hooks and os.getpid() not in _hooked:
         _hooked.add(os.getpid())
@@ -46,7 +48,7 @@ def guard_exit(mpi: Any, *, hooks: bool, supervised: bool) -> None:
         return
     _guarded.add(os.getpid())
     # mpi4py finalises MPI when the interpreter is gone, and with it the watchdog that can tell of this rank.
-    atexit.register(_leave, mpi, os.getpid())
+    atexit.register(_leave, mpi, os.getpid(), say_goodbye)
 
 
 def wait_until_read(stream: TextIO) -> None:
@@ -75,15 +77,18 @@ def _abort(mpi: Any, supervised: bool = False) -> None:
 
 
 def _end_the_job_on_exceptions(mpi: Any, supervised: bool) -> None:
-    """Install hooks for the main thread and the others; a notebook has its own and goes on after an exception."""
-    if "ipykernel" in sys.modules:
+    """Install hooks for the main thread and the others; not alone, nor in a notebook, which goes on."""
+    if "ipykernel" in sys.modules or mpi.COMM_WORLD.Get_size() == 1:
         return
     shown, shown_of_threads, rank = sys.excepthook, threading.excepthook, os.getpid()
     if shown is sys.__excepthook__:
         shown = _show_at_once
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        BOARD.leave_for_good(f"raised {kind.__name__}: {error}")
+        if _goes_on():
+            shown(kind, error, traceback)
+            return
+        BOARD.leaving = f"raised {kind.__name__}: {error}"
         shown(kind, error, traceback)
         if os.getpid() == rank and not supervised:  # a forked child is no rank
             _say_who_ends_the_job(mpi)
@@ -91,14 +96,19 @@ def _end_the_job_on_exceptions(mpi: Any, supervised: bool) -> None:
 
     def thread_hook(raised: threading.ExceptHookArgs) -> None:
         shown_of_threads(raised)
-        if raised.exc_type is not SystemExit and os.getpid() == rank:
-            BOARD.leave_for_good(f"raised {raised.exc_type.__name__} in a thread: {raised.exc_value}")
+        if raised.exc_type is not SystemExit and os.getpid() == rank and not _goes_on():
+            BOARD.leaving = f"raised {raised.exc_type.__name__} in a thread: {raised.exc_value}"
             if not supervised:
                 _say_who_ends_the_job(mpi)
             _abort(mpi, supervised)
 
     sys.excepthook = hook
     threading.excepthook = thread_hook
+
+
+def _goes_on() -> bool:
+    """True in an interactive interpreter, which goes on after an exception; one can begin at any time."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _show_at_once(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -123,13 +133,14 @@ def _say_who_ends_the_job(mpi: Any) -> None:
         sys.stderr.write(f"ncclcomm: nobody caught that exception in {rank}, which ends the job\n")
 
 
-def _leave(mpi: Any, rank: int) -> None:
+def _leave(mpi: Any, rank: int, say_goodbye: Callable[[], None]) -> None:
     """At exit of the process that is the rank: tell who asks, and end MPI while there still is a watchdog to answer."""
     if os.getpid() != rank:
         return
-    BOARD.leave_for_good("its program has ended")
+    BOARD.leaving = "its program has ended"
     if mpi.Is_finalized():
         return
+    say_goodbye()
     if BOARD.unfinished:
         # MPI_Finalize would wait for what will never come; and ranks whose limit ends later are to be told as well.
         time.sleep(_OTHERS_ARE_TOLD_S)

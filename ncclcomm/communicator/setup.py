@@ -6,7 +6,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,9 @@ from ncclcomm.communicator.engine import Engine
 from ncclcomm.communicator.exits import guard_exit
 from ncclcomm.communicator.gpu import GpuGroup, agree_on_gpus
 from ncclcomm.communicator.log import say_what_was_chosen
-from ncclcomm.communicator.watchdog import Address, Group, report_head, watchdog
+from ncclcomm.communicator.watchdog import say_goodbye, watchdog
+from ncclcomm.communicator.watchdog_address import Address
+from ncclcomm.communicator.watchdog_answers import Group, report, report_head
 from ncclcomm.devices.base import DeviceBackend
 from ncclcomm.devices.index import resolve_device
 from ncclcomm.devices.registry import current_backend
@@ -128,7 +130,8 @@ class Member:
         if self.mpi_comm is not None:
             from ncclcomm.transport import mpi
 
-            guard_exit(mpi.MPI, hooks=bool(self.addresses), supervised=config.supervised())
+            supervised = config.supervised()
+            guard_exit(mpi.MPI, hooks=bool(self.addresses), supervised=supervised, say_goodbye=say_goodbye)
             if self.addresses:
                 group = Group(self.name, self.topology, self.rank, self.addresses)
                 watchdog(mpi.end_job).add(group, is_launched=mpi.MPI.COMM_WORLD.Get_size() > 1)
@@ -143,7 +146,7 @@ class Member:
             return f"{head}\n  where the others are is not known: NCCLCOMM_WATCHDOG=false"
         dog = watchdog(mpi.end_job)
         group = dog.groups[self.name]
-        return dog.report(entry, group, dog.ask(group), why)
+        return report(entry, group, dog.ask(group), why)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -166,7 +169,7 @@ class Member:
         wanted = None if mine is None else colors.index(mine)
         order = sorted(range(comm.size), key=lambda rank: (facts[rank]["key"], rank)).index(comm.rank)
         if self.mpi_comm is None:
-            return None if wanted is None else _alone(self.backend, self.device, self.check, self.chunk_bytes, self.log)
+            return None if wanted is None else replace(self, _host_engine=None, _device_engine=None)
         from ncclcomm.transport import mpi
 
         _free_dropped(self.control)
@@ -256,15 +259,14 @@ def join(mpi_comm: Any, device: Any, check: bool | int | None, timeout_s: float 
         backend = current_backend()
         number = _device_for(device, 0, backend, share=False)
         log = settings.log == "info"
-        return _alone(backend, number, _check_of(check, settings), settings.chunk_bytes, log).watch()
+        checked, limit_s = _check_of(check, settings), _timeout_of(timeout_s, settings)
+        alone, control = Topology((0,)), SoloControl()
+        return Member(
+            alone, 0, number, backend, checked, settings.chunk_bytes, None, control, (0,), timeout_s=limit_s, log=log
+        ).watch()
     from ncclcomm.transport import mpi
 
     return _join_mpi(mpi.duplicate(mpi_comm), device, check, timeout_s)
-
-
-def _alone(backend: DeviceBackend, device: int, check: bool | int, chunk_bytes: int, log: bool) -> Member:
-    """The member of a world of one."""
-    return Member(Topology((0,)), 0, device, backend, check, chunk_bytes, None, SoloControl(), (0,), log=log)
 
 
 def _nodes_by(settings: config.Config) -> str:
@@ -297,12 +299,13 @@ def _join_mpi(own: Any, device: Any, check: bool | int | None, timeout_s: float 
         if gpu is not None and gpu.warning:
             # A program may turn warnings into errors: then all ranks must get it.
             together(control, rank, "init", lambda: gpu.warn(rank))
+        # What listens, and runs threads, can fail on one rank alone.
+        dog = together(control, rank, "init", lambda: watchdog(mpi.end_job)) if settings.watchdog else None
     except Exception:
         mpi.free(own)
         raise
     addresses: tuple[Address, ...] = ()
-    if settings.watchdog:
-        dog = watchdog(mpi.end_job)
+    if dog is not None:
         dog.stall_s = settings.stall_s
         addresses = tuple(control.all_gather_object(dog.address))
         # Before the next collective, so that all are still there.
@@ -312,13 +315,13 @@ def _join_mpi(own: Any, device: Any, check: bool | int | None, timeout_s: float 
         rank=rank,
         device=number,
         backend=backend,
-        check=_check_of(check, settings),
+        check=checked,
         chunk_bytes=settings.chunk_bytes,
         mpi_comm=own,
         control=control,
         node_names=names,
         name=_new_name(control),
-        timeout_s=_timeout_of(timeout_s, settings),
+        timeout_s=limit_s,
         addresses=addresses,
         gpu=gpu,
         devices=tuple(control.all_gather_object(number)),

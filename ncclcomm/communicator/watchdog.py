@@ -10,21 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ncclcomm.communicator.board import BOARD, Running, describe_call
+from ncclcomm.communicator.board import BOARD, Running
 from ncclcomm.communicator.exits import wait_until_read
-from ncclcomm.topology import Topology, format_ranks
+from ncclcomm.communicator.watchdog_address import Address, listen
+from ncclcomm.communicator.watchdog_answers import DIED, SILENT, Group, lost_ranks, ranks_in_call, report
+from ncclcomm.topology import format_ranks
 
-__all__ = ["Address", "Group", "Watchdog", "report_head", "watchdog"]
+__all__ = ["Watchdog", "say_goodbye", "watchdog"]
 
 MOST_BETWEEN_LOOKS_S = 5.0
 CONFIRM_S = 0.5
@@ -33,6 +32,12 @@ CONFIRM_S = 0.5
 ANSWER_S = 2.0
 """How long a rank has to answer."""
 
+ANSWERS_S = 3.0
+"""How long all ranks together have to answer, whatever the number of silent ones."""
+
+GOODBYE_S = 2.0
+"""How long a rank that leaves takes, at the most, to tell the others."""
+
 YIELD_S = 5.0
 """How long a waiting rank leaves it to a lower one to report and end the job."""
 
@@ -40,60 +45,9 @@ GREETED_HOSTS = 4
 """How many other hosts a rank greets, so that a large job makes a few connections a rank."""
 
 LEFT_S = 10.0
-"""How long a rank that finished a call and left may be what the others still wait for."""
+"""How long, once no rank is still to come, data may arrive from ranks that finished the call and left."""
 
-DIED = "died"
-SILENT = "silent"
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a rank's watchdog listens."""
-
-    host: str
-    """Which host it is on: boot and network, so that only processes that share both use the loopback address."""
-    host_name: str
-    """The host's name, for reports alone: names need not be distinct."""
-    addresses: tuple[str, ...]
-    port: int
-    token: str
-
-
-@dataclass(frozen=True)
-class Group:
-    """A communicator as a watchdog knows it."""
-
-    name: str
-    topology: Topology
-    rank: int
-    addresses: tuple[Address, ...]
-
-    def describe(self, rank: int) -> str:
-        """A rank in words, with its host where there are several."""
-        words = self.topology.describe(rank)
-        several = any(address.host != self.addresses[0].host for address in self.addresses)
-        return f"{words} on {self.addresses[rank].host_name}" if several else words
-
-
-def _host_identity() -> str:
-    """What processes share that reach each other over the loopback address."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/net')}"
-
-
-def _addresses() -> tuple[str, ...]:
-    """This host's IPv4 addresses, the loopback ones last."""
-    import fcntl
-
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return tuple(sorted(found, key=lambda address: address.startswith("127.")))
+MOST_ASKED_BYTES = 1 << 20
 
 
 class Watchdog:
@@ -101,13 +55,14 @@ class Watchdog:
 
     Args:
         end_job: ends all ranks with a status; it may return, and this process then ends itself.
+
+    Raises:
+        OSError, RuntimeError: no socket, or no thread, is to be had.
     """
 
     def __init__(self, end_job: Callable[[int], None]) -> None:
         self._end_job = end_job
-        self._socket = socket.create_server(("", 0), backlog=128)
-        port = self._socket.getsockname()[1]
-        self.address = Address(_host_identity(), socket.gethostname(), _addresses(), port, secrets.token_hex(8))
+        self._socket, self.address = listen()
         self.groups: dict[str, Group] = {}
         self.stall_s: float = 60.0
         self._routes: dict[str, str] = {}
@@ -115,10 +70,17 @@ class Watchdog:
 
         Other addresses prove nothing: a firewall may refuse too, and several hosts can have the same inner address.
         """
+        self._useless: set[tuple[str, str]] = set()
+        """Hosts with an address that gave no answer, and is not asked again."""
+        self._silent: set[str] = set()
+        """Ranks, by token, that did not answer when they were last asked: the others are asked first."""
+        self._left: dict[str, dict[str, Any]] = {}
+        """By token, the last state of a rank that leaves: its process may end before it is asked."""
         self._greeted: set[str] = set()
         self._pid = os.getpid()
         self._launcher = os.getppid()
         self._is_launched = False
+        self._has_complained = False
         threading.Thread(target=self._serve, name="ncclcomm-watchdog-serve", daemon=True).start()
         threading.Thread(target=self._watch, name="ncclcomm-watchdog", daemon=True).start()
 
@@ -133,17 +95,40 @@ class Watchdog:
         self.groups[group.name] = group
         self._is_launched = is_launched
 
+    def _complain(self, what: str, error: Exception) -> None:
+        """Say once that something of the watchdog itself failed, which must not end the job."""
+        if not self._has_complained:
+            self._has_complained = True
+            _write(f"ncclcomm: {what} failed, and goes on: {type(error).__name__}: {error}")
+
     def _serve(self) -> None:
         """Answer the others."""
-        while True:
+        while os.getpid() == self._pid:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with contextlib.suppress(OSError, ValueError), connection:
-                connection.settimeout(ANSWER_S)
-                if connection.recv(64).decode().strip() == self.address.token:
-                    connection.sendall(json.dumps(BOARD.state()).encode() + b"\n")
+            except OSError as error:
+                self._complain("the watchdog's socket", error)
+                time.sleep(0.25)  # no descriptor is free: the same error would come at once
+                continue
+            with connection:
+                try:
+                    self._answer(connection)
+                except (OSError, ValueError):
+                    continue  # who asked has gone, or is no watchdog
+                except Exception as error:  # a thread that died of it would end the job
+                    self._complain("the watchdog's answer", error)
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Answer one question, or take note of a goodbye."""
+        connection.settimeout(ANSWER_S)
+        with connection.makefile("rb") as lines:
+            asked = json.loads(lines.readline(MOST_ASKED_BYTES))
+        if not isinstance(asked, dict) or asked.get("token") != self.address.token:
+            return
+        if "left" in asked:
+            self._left[asked["from"]] = asked["left"]
+        else:
+            connection.sendall(json.dumps(BOARD.state(asked["group"])).encode() + b"\n")
 
     def _watch(self) -> None:
         """Look at this process's calls for ever."""
@@ -153,48 +138,52 @@ class Watchdog:
                 _end_orphan()
             for entry in list(BOARD.running.values()):
                 group = self.groups.get(entry.group)
-                if group is not None:
-                    self._look(entry, group)
+                try:
+                    if group is not None:
+                        self._look(entry, group)
+                except Exception as error:  # a thread that died of it would end the job
+                    self._complain("the watchdog's look at a call", error)
 
     def _look(self, entry: Running, group: Group) -> None:
         """Ask the other ranks, when it is time, and act on what they say."""
-        age_s = time.monotonic() - entry.since_s
-        late = entry.limit_s is not None and age_s > entry.limit_s + CONFIRM_S
+        age_s, limit_s = time.monotonic() - entry.since_s, entry.limit_s
+        late = limit_s is not None and age_s > limit_s + CONFIRM_S
         if age_s < entry.look_at_s and not late:
             return
         answers = self.ask(group)
         if not _is_running(entry):
             return
-        gone = _gone(entry, answers)
-        if late:
-            self._end(entry, group, answers, f"the time limit of {entry.limit_s or 0:g} s is over")
+        if limit_s is not None and late and entry.limit_s is not None:
+            self._end(entry, group, answers, f"the time limit of {limit_s:g} s is over")
             return
+        gone = _will_not_come(entry, answers)
         if gone:
             if gone & entry.suspects:
                 self._end(entry, group, answers, f"{format_ranks(sorted(gone))} will not come")
                 return
-            entry.suspects = frozenset(gone)
+            entry.suspects = gone
             entry.look_at_s = age_s + CONFIRM_S
             return
         if age_s > self.stall_s and not entry.is_told:
             entry.is_told = True
-            if min(_same(entry, answers) | {group.rank}) == group.rank:
-                print(self.report(entry, group, answers, "still waiting"), file=sys.stderr, flush=True)
+            if min(ranks_in_call(entry, answers) | {group.rank}) == group.rank:
+                print(report(entry, group, answers, "still waiting"), file=sys.stderr, flush=True)
         entry.suspects = frozenset()
         entry.look_at_s = min(2 * age_s, age_s + MOST_BETWEEN_LOOKS_S)
 
     def _end(self, entry: Running, group: Group, answers: Sequence[Any], why: str) -> None:
         """Report, once in the job, and end it."""
-        first = min(_same(entry, answers) | {group.rank})
+        first = min(ranks_in_call(entry, answers) | {group.rank})
         if first != group.rank:
             time.sleep(YIELD_S)
             if not _is_running(entry):
                 return
-        text = self.report(entry, group, answers, why)
-        os.write(2, (text + "\n").encode())
-        wait_until_read(sys.stderr)
-        self._end_job(1)
-        os._exit(1)
+        try:
+            _write(report(entry, group, answers, why))
+            wait_until_read(sys.stderr)
+            self._end_job(1)
+        finally:
+            os._exit(1)
 
     def greet(self, addresses: Sequence[Address]) -> None:
         """Find out which other hosts answer at all, while their ranks are known to be there.
@@ -207,21 +196,55 @@ class Watchdog:
             nearest.setdefault(address.host, address)
         new = [host for host in nearest if host != self.address.host and host not in self._greeted][:GREETED_HOSTS]
         self._greeted.update(new)
-        self._ask_all([nearest[host] for host in new])
+        self._ask_all([nearest[host] for host in new], "")
+
+    def say_goodbye(self) -> None:
+        """Tell the ranks of the open communicators what this rank did last: its process may be gone when they ask.
+
+        In this thread alone: the interpreter starts none at its end.
+        """
+        others = {address for group in list(self.groups.values()) for address in group.addresses} - {self.address}
+        deadline = time.monotonic() + GOODBYE_S
+        left = BOARD.state()
+        for address in sorted(others, key=lambda address: address.token in self._silent):
+            if time.monotonic() > deadline:
+                return
+            host = "127.0.0.1" if address.host == self.address.host else self._routes.get(address.host)
+            if host is not None:
+                said = {"token": address.token, "from": self.address.token, "left": left}
+                with contextlib.suppress(OSError):  # it left before
+                    _send(host, address.port, said, deadline).close()
 
     def ask(self, group: Group) -> list[Any]:
-        """Every rank's state; DIED where nothing listens any more, SILENT where nobody answers in time."""
-        return self._ask_all(group.addresses)
+        """Every rank's state; DIED where nothing listens any more, SILENT where nobody answers in time.
 
-    def _ask_all(self, addresses: Sequence[Address]) -> list[Any]:
-        """The states of the ranks at some addresses."""
+        A rank that said that it leaves, and whose process has ended, keeps the state that it left in.
+        """
+        answers = self._ask_all(group.addresses, group.name)
+        for rank, address in enumerate(group.addresses):
+            if answers[rank] == DIED:
+                left = self._left.get(address.token)
+                answers[rank] = DIED if left is None else {**left, "running": []}
+            elif isinstance(answers[rank], dict) and answers[rank]["leaving"]:
+                self._left[address.token] = answers[rank]
+        return answers
+
+    def _ask_all(self, addresses: Sequence[Address], group: str) -> list[Any]:
+        """The states of the ranks at some addresses; SILENT where there is none in time."""
         answers: list[Any] = [SILENT] * len(addresses)
-        ranks = iter(range(len(answers)))
+        ranks = iter(sorted(range(len(answers)), key=lambda rank: addresses[rank].token in self._silent))
+        deadline = time.monotonic() + ANSWERS_S
 
         def work() -> None:
             # One iterator for all threads: each rank is asked by one of them.
             for rank in ranks:
-                answers[rank] = self._ask_one(addresses[rank])
+                if time.monotonic() > deadline:
+                    return
+                try:
+                    answers[rank] = self._ask_one(addresses[rank], group, deadline)
+                except Exception as error:  # a thread that died of it would end the job
+                    self._complain("the watchdog's question", error)
+                (self._silent.add if answers[rank] == SILENT else self._silent.discard)(addresses[rank].token)
 
         threads = [threading.Thread(target=work, daemon=True) for _ in range(min(16, len(answers)))]
         with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter ends
@@ -229,22 +252,22 @@ class Watchdog:
                 thread.start()
         for thread in threads:
             if thread.ident is not None:
-                thread.join()
-        return answers
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return list(answers)
 
-    def _ask_one(self, address: Address) -> Any:
+    def _ask_one(self, address: Address, group: str, deadline: float) -> Any:
         """One rank's state."""
         if address == self.address:
-            return BOARD.state()
+            return BOARD.state(group)
         local = address.host == self.address.host
         route = "127.0.0.1" if local else self._routes.get(address.host)
         others = () if local else tuple(a for a in address.addresses if a != route and not a.startswith("127."))
-        for host in (route, *others) if route else others:
+        useful = [a for a in others if (address.host, a) not in self._useless] or list(others)
+        for host in [route, *useful] if route else useful:
             try:
-                with socket.create_connection((host, address.port), timeout=ANSWER_S) as connection:
-                    connection.sendall(address.token.encode() + b"\n")
-                    with connection.makefile("rb") as lines:
-                        line = lines.readline()
+                said = {"token": address.token, "group": group}
+                with _send(host, address.port, said, deadline) as asked, asked.makefile("rb") as lines:
+                    line = lines.readline()
                 if line:
                     self._routes[address.host] = host
                     return json.loads(line)
@@ -252,30 +275,32 @@ class Watchdog:
                 if host == route:
                     return DIED
             except (OSError, ValueError):
-                continue
+                if host == route or time.monotonic() > deadline:
+                    continue
+                self._useless.add((address.host, host))
         return SILENT
 
-    def report(self, entry: Running, group: Group, answers: Sequence[Any], why: str) -> str:
-        """Where every rank of the group is, in words."""
-        same = sorted(_same(entry, answers) | {group.rank})
-        lines = [report_head(entry, group.describe(group.rank), why), f"  in this call: {format_ranks(same)}"]
-        for rank, answer in enumerate(answers):
-            if rank not in same:
-                lines.append(f"  {group.describe(rank)}: {_elsewhere(entry, answer)}")
-            elif any(running["on_device"] for running in _matching(entry, answer)):
-                lines.append(f"  {group.describe(rank)}: in this call, waiting for work queued on its device")
-        if len(lines) == 2:
-            lines.append(
-                "  nobody is missing: the ranks' root, op, shape or dtype may differ (NCCLCOMM_CHECK=true finds out), "
-                "or timeout_s was passed on some of them alone"
-            )
-        return "\n".join(lines)
+
+def _send(host: str, port: int, said: dict[str, Any], deadline: float) -> socket.socket:
+    """A connection over which one line was sent."""
+    connection = socket.create_connection((host, port), max(0.01, min(ANSWER_S, deadline - time.monotonic())))
+    try:
+        connection.sendall(json.dumps(said).encode() + b"\n")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _write(text: str) -> None:
+    """Write a line to stderr, past Python's buffers; what reads it may have gone."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
 
 
 def _end_orphan() -> None:
     """End this process: nobody is left who would end it, or could tell the ranks elsewhere."""
-    with contextlib.suppress(OSError):  # what reads stderr may have gone as well
-        os.write(2, b"ncclcomm: the launcher that started this rank has ended, and so does the rank\n")
+    _write("ncclcomm: the launcher that started this rank has ended, and so does the rank")
     os._exit(1)
 
 
@@ -284,70 +309,20 @@ def _is_running(entry: Running) -> bool:
     return any(running is entry for running in list(BOARD.running.values()))
 
 
-def report_head(entry: Running, who: str, why: str) -> str:
-    """A report's first line: who waited in which call, and why that is told.
+def _will_not_come(entry: Running, answers: Sequence[Any]) -> frozenset[int]:
+    """Ranks that the call needs and that will not make it.
 
-    Args:
-        entry: the call.
-        who: the rank that waited, in words.
-        why: what ends the waiting, or that it goes on.
+    Those that finished it and left are among them only when data of theirs had time to arrive: an unchecked reduce
+    needs nothing more of a rank that sent its part, however late the others are.
     """
-    detail = describe_call(entry.arguments)
-    waited_s = time.monotonic() - entry.since_s
-    call = f"{entry.call} (call {entry.number}{', ' + detail if detail else ''})"
-    return f"ncclcomm: {who}: waited {waited_s:.0f} s in {call}: {why}"
-
-
-def _matching(entry: Running, answer: Any) -> list[dict[str, Any]]:
-    """What a rank runs that is the same call."""
-    if not isinstance(answer, dict):
-        return []
-    call = (entry.group, entry.call, entry.number)
-    return [running for running in answer["running"] if (running["group"], running["call"], running["number"]) == call]
-
-
-def _same(entry: Running, answers: Sequence[Any]) -> set[int]:
-    """Ranks that are in the same call."""
-    return {rank for rank, answer in enumerate(answers) if _matching(entry, answer)}
-
-
-def _gone(entry: Running, answers: Sequence[Any]) -> set[int]:
-    """Ranks that the call needs and that will not make it: they died, or are leaving without it."""
-    found = set()
-    for rank, answer in enumerate(answers):
-        if answer == DIED:
-            found.add(rank)
-        elif isinstance(answer, dict):
-            _, number = answer["last"].get(entry.group, ("", -1))
-            broken_at, _ = answer["broken"].get(entry.group, (entry.number + 1, ""))
-            # One that finished the call may leave while its last data still arrive, but not for long.
-            left = answer["leaving"] and (number < entry.number or answer["left_for_s"] > LEFT_S)
-            if broken_at <= entry.number or left:
-                found.add(rank)
-    return found
-
-
-def _elsewhere(entry: Running, answer: Any) -> str:
-    """What a rank that is not in the call is doing."""
-    if answer == DIED:
-        return "its process has ended"
-    if answer == SILENT:
-        return "does not answer (stopped, or cut off)"
-    words = []
-    for running in answer["running"]:
-        detail = f", {running['detail']}" if running["detail"] else ""
-        words.append(f"in {running['call']} (call {running['number']}{detail}) for {running['for_s']:.0f} s")
-    if not words:
-        call, number = answer["last"].get(entry.group, ("", -1))
-        words.append(f"last finished {call} (call {number})" if number >= 0 else "has finished no call")
-    if entry.group in answer["broken"]:
-        # A time limit's reason is a whole report.
-        words.append(f"can't go on: {answer['broken'][entry.group][1].splitlines()[0]}")
-    if answer["leaving"]:
-        words.append(answer["leaving"])
-    if answer["line"]:
-        words.append(f"at {answer['line']}")
-    return ", ".join(words)
+    lost = lost_ranks(entry, answers)
+    now = time.monotonic()
+    if not (lost.left and lost.is_complete):
+        entry.complete_at_s = None
+        return lost.gone
+    if entry.complete_at_s is None:
+        entry.complete_at_s = now
+    return lost.gone | lost.left if now - entry.complete_at_s > LEFT_S else lost.gone
 
 
 _watchdog: Watchdog | None = None
@@ -355,9 +330,22 @@ _lock = threading.Lock()
 
 
 def watchdog(end_job: Callable[[int], None]) -> Watchdog:
-    """This process's watchdog, started at the first use; a forked child starts its own."""
+    """This process's watchdog, started at the first use; a forked child starts its own.
+
+    Args:
+        end_job: see Watchdog.
+
+    Raises:
+        OSError, RuntimeError: no socket, or no thread, is to be had.
+    """
     global _watchdog
     with _lock:
         if _watchdog is None or _watchdog._pid != os.getpid():
             _watchdog = Watchdog(end_job)
         return _watchdog
+
+
+def say_goodbye() -> None:
+    """Tell the others that this process makes no further call, if it has a watchdog."""
+    if _watchdog is not None and _watchdog._pid == os.getpid():
+        _watchdog.say_goodbye()

@@ -17,6 +17,12 @@ _MARSHAL_VERSION = 2
 """Later versions write equal values in different bytes, by how often an object is referred to."""
 
 
+_PICKLE_PROTOCOL = 4
+_PICKLE, _LAYOUT = b"p", b"l"
+_OF_ANOTHER_PACKAGE = 2
+"""What dtype.isbuiltin says of a dtype such as bfloat16, whose name means nothing until its package is imported."""
+
+
 @dataclass(frozen=True)
 class Statement:
     """What one rank says of its call.
@@ -49,12 +55,48 @@ def decode(data: bytes) -> Statement:
 
 @functools.lru_cache(maxsize=1024)
 def dtype_code(dtype: np.dtype[Any]) -> str | bytes:
-    """A plain value that stands for a dtype: its name where that is enough, else its pickle."""
-    is_numpys_own = dtype.isbuiltin != 2 and dtype.names is None and dtype.subdtype is None
-    return str(dtype) if is_numpys_own else pickle.dumps(dtype)
+    """A plain value that stands for a dtype; equal dtypes have equal ones, however they were made."""
+    if dtype.names is not None or dtype.subdtype is not None:
+        return _LAYOUT + marshal.dumps(_layout(dtype), _MARSHAL_VERSION)
+    return _PICKLE + pickle.dumps(dtype, _PICKLE_PROTOCOL) if dtype.isbuiltin == _OF_ANOTHER_PACKAGE else str(dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def dtype_of(code: str | bytes) -> np.dtype[Any]:
     """The dtype that a code stands for."""
-    return np.dtype(code) if isinstance(code, str) else pickle.loads(code)
+    if isinstance(code, str):
+        return np.dtype(code)
+    if code[:1] == _PICKLE:
+        found: np.dtype[Any] = pickle.loads(code[1:])
+        return found
+    return _laid_out(marshal.loads(code[1:]))
+
+
+def _layout(dtype: np.dtype[Any]) -> Any:
+    """What makes a dtype equal to another one: of a pickle that can't be said."""
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return "array", _layout(base), shape
+    if dtype.names is None or dtype.fields is None:
+        return dtype_code(dtype)
+    fields = [(name, *dtype.fields[name]) for name in dtype.names]
+    return "struct", tuple((name, _layout(kind), *rest) for name, kind, *rest in fields), dtype.itemsize
+
+
+def _laid_out(layout: Any) -> np.dtype[Any]:
+    """The dtype of a layout."""
+    if not isinstance(layout, tuple):
+        return dtype_of(layout)
+    if layout[0] == "array":
+        return np.dtype((_laid_out(layout[1]), layout[2]))
+    _, fields, itemsize = layout
+    parts: Any = {
+        "names": [name for name, *_ in fields],
+        "formats": [_laid_out(kind) for _, kind, *_ in fields],
+        "offsets": [offset for _, _, offset, *_ in fields],
+        "itemsize": itemsize,
+    }
+    if any(len(field) > 3 for field in fields):
+        parts["titles"] = [field[3] if len(field) > 3 else None for field in fields]
+    made: np.dtype[Any] = np.dtype(parts)
+    return made

@@ -76,7 +76,8 @@ def init(device: Any = None, *, check: bool | int | None = None, timeout_s: floa
         BackendUnavailableError: a launcher started several ranks and mpi4py is missing, or the GPUs asked for are.
         NcclCommError: MPI sees one rank where the launcher promised more (the launcher of another MPI, or srun without
             the right --mpi).
-        ArgumentError, MismatchError: a setting is wrong, or differs between ranks; on every rank.
+        ArgumentError, MismatchError: a setting is wrong, or differs between ranks; on every rank. ArgumentError also
+            where the world is joined already, with another device, check or time limit.
 
     See: MPI_Init; torch.distributed.init_process_group.
     """
@@ -87,6 +88,7 @@ def init(device: Any = None, *, check: bool | int | None = None, timeout_s: floa
                 raise ArgumentError(
                     f"init: device is {device!r}, but the world was joined with device {_world.device}; close it first"
                 )
+            _refuse_other_settings(_world._member, check, timeout_s)
             return _world
         member = _join_world(device, check, timeout_s)
         current_backend().set_device(member.device)
@@ -94,6 +96,17 @@ def init(device: Any = None, *, check: bool | int | None = None, timeout_s: floa
         world._take(member)
         _world = world
         return world
+
+
+def _refuse_other_settings(joined: Member, check: Any, timeout_s: Any) -> None:
+    """Raise where what is passed is not what the world was joined with."""
+    for name, passed, has in (("check", check, joined.check), ("timeout_s", timeout_s, joined.timeout_s)):
+        # True == 1, but means all calls and not one.
+        if passed is not None and (passed != has or isinstance(passed, bool) != isinstance(has, bool)):
+            raise ArgumentError(
+                f"init: {name} is {passed!r}, but the world was joined with {name}={has!r}; pass the same or none, or "
+                "close it first"
+            )
 
 
 def _join_world(device: Any, check: bool | int | None, timeout_s: float | None) -> Member:

@@ -157,7 +157,8 @@ def _nccl_interface(found: Findings) -> Line:
 def _likely(fact: RankFacts) -> str:
     """The interface that is most likely meant: the first with an address that isn't the loopback one."""
     outward = [key for key, value in fact.interfaces.items() if value and not value[0].startswith("127.")]
-    return (outward or list(fact.interfaces) or ["eth0"])[0]
+    others = [key for key in fact.interfaces if key != "lo"]  # a host may have IPv6 addresses alone
+    return (outward or others or ["lo"])[0]
 
 
 def _path(found: Findings) -> Line:

@@ -38,6 +38,9 @@ SHOWN = (
 )
 """Prefixes of the variables that the checks look at."""
 
+_SECRET = ("JWT", "TOKEN", "SECRET", "PASSW", "KEY", "CREDENTIAL")
+"""Words in the names of variables that a report, which people send to each other, must not show."""
+
 
 @dataclass
 class RankFacts:
@@ -128,7 +131,7 @@ def gather_facts() -> RankFacts:
         mpi4py=_installed("mpi4py"),
         cupy=_installed("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x"),
         launcher_flavour=_launcher_flavour(),
-        variables=config.variables(*SHOWN),
+        variables=_variables(),
         driver=_driver(),
         shm=_shared_memory(),
         memlock_bytes=_locked_memory(),
@@ -145,6 +148,13 @@ def _promise(launch: config.Launch | None) -> dict[str, Any] | None:
     if launch is None:
         return None
     return {"variable": launch.launcher, "size": launch.size, "rank": launch.rank, "by_srun": launch.by_srun}
+
+
+def _variables() -> dict[str, str]:
+    """The variables that the checks look at, less what is secret: NCCLCOMM_JOB_LINK holds the job's token."""
+    found = config.variables(*SHOWN)
+    hidden = [name for name in found if any(word in name.upper() for word in _SECRET)]
+    return {k: v for k, v in found.items() if k not in hidden and not k.startswith("NCCLCOMM_JOB_")}
 
 
 def _installed(*names: str) -> str:

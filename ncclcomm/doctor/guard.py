@@ -111,4 +111,6 @@ def _say(stage: dict[str, object], found: str) -> None:
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(watch(int(sys.argv[1]), sys.argv[2], 0))

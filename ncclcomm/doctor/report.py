@@ -27,7 +27,6 @@ _LAUNCHERS_OWN = (
     "I_MPI_INTERNAL_",
     "I_MPI_PIN_",
     "I_MPI_RETURN_",
-    "NCCLCOMM_JOB_",
     "OMPI_MCA_PREFIXES",
     "OMPI_MCA_cpu_type",
     "OMPI_MCA_initial_wdir",

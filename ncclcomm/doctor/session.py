@@ -19,7 +19,7 @@ from ncclcomm.doctor.findings import Findings
 from ncclcomm.doctor.guard import Guard
 from ncclcomm.doctor.shared_memory import Readable, read_neighbour, yama_scope
 from ncclcomm.doctor.trials import run_trials
-from ncclcomm.doctor.world import World, end_job, load_library, speak_before_the_end
+from ncclcomm.doctor.world import World, end_job, end_job_without_mpi, load_library, speak_before_the_end
 from ncclcomm.errors import BackendUnavailableError
 from ncclcomm.launcher.command import OPENMPI
 from ncclcomm.launcher.flavour import find_launcher
@@ -82,12 +82,14 @@ def _session(facts: RankFacts, settings: _Settings) -> Session:
     """Load MPI, start it where that can work, and ask or answer."""
     settings.guard.stage("loading the MPI library", settings.limit_s, _LIBRARY_MEND, may_end=True)
     mpi = load_library(facts)
+    if mpi is None and facts.rank:
+        return _refuse(Findings([facts]), f"mpi4py loads no MPI library ({facts.mpi_error}): {_LIBRARY_MEND}")
     if mpi is None or launcher_misfits(facts):
         return _without_world(facts, settings)
     found = Findings([facts], ended_in=MPI_INIT, no_trials="MPI_Init ends this rank")
     if facts.mpi_flavour != OPENMPI and (reason := lacks_shared_memory(facts)):
         # Open MPI goes on without; the others die by SIGBUS, and launchers drop what dying ranks say.
-        return _refuse(found, reason)
+        return _refuse(found, _larger(reason))
     last_words = settings.render(found) if facts.rank == 0 else ""
     settings.guard.stage(MPI_INIT, LONG * settings.limit_s, _init_mend(facts), last_words=last_words)
     world = World(mpi, facts)
@@ -102,11 +104,14 @@ def _session(facts: RankFacts, settings: _Settings) -> Session:
 
 
 def _refuse(found: Findings, reason: str) -> Session:
-    """Report what would kill MPI_Init; a rank of another host than rank 0's says so itself, and ends the job."""
+    """Report what keeps a rank out of MPI_Init; one that rank 0 can't speak for says so itself, and ends the job."""
     if found.here.rank == 0:
         return Session(found, _nothing_to_close)
     time.sleep(_LATER_S)  # a rank 0 that lacks the same is faster
-    sys.exit(f"fail  ncclcomm doctor: rank {found.here.rank} on {found.here.host}\n      -> {_larger(reason)}")
+    print(f"fail  ncclcomm doctor: rank {found.here.rank} on {found.here.host}\n      -> {reason}", file=sys.stderr)
+    if found.here.promised and not found.here.promised["by_srun"]:
+        end_job_without_mpi()
+    sys.exit(1)
 
 
 def _init_mend(facts: RankFacts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -9,10 +10,11 @@ import time
 import warnings
 from typing import Any, NoReturn
 
+from ncclcomm import config
 from ncclcomm.doctor.facts import RankFacts
 from ncclcomm.launcher.flavour import family
 
-__all__ = ["World", "end_job", "load_library", "speak_before_the_end"]
+__all__ = ["World", "end_job", "end_job_without_mpi", "load_library", "speak_before_the_end"]
 
 _FACTS_TAG, _WORD_TAG = 101, 102
 
@@ -147,6 +149,19 @@ def end_job() -> NoReturn:
     _flush()
     mpi.end_job(1)
     os._exit(1)
+
+
+def end_job_without_mpi() -> None:
+    """Have other ranks not wait in MPI_Init for this one, which can't join them and is about to exit.
+
+    Hydra, which starts ranks of MPICH and Intel MPI, waits for them whatever a rank's exit status is, unless told in
+    the words of PMI-1; other launchers end the job by themselves.
+    """
+    _flush()
+    channel = config.variables("PMI_FD").get("PMI_FD", "")
+    if channel.isdecimal():
+        with contextlib.suppress(OSError):
+            os.write(int(channel), b"cmd=abort exitcode=1\n")
 
 
 def speak_before_the_end(rank: int, last_words: str, patience_s: float) -> None:

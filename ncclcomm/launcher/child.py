@@ -239,12 +239,13 @@ def _new_main(path: str, argv: Sequence[str]) -> types.ModuleType:
 def _fail(error: BaseException, status: int, rank: str, report: _Report | None) -> NoReturn:
     """Write what plain Python would write about the error, then end this rank, and with it the job.
 
-    Atexit handlers do not run: MPI's would wait for ranks that wait for this one.
+    Atexit handlers do not run: MPI's would wait for ranks that wait for this one. The streams may be anything that the
+    program has put there, or None, and what goes wrong with them must not keep the rank from ending.
     """
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(BaseException):
         sys.stdout.flush()
     stderr = sys.stderr
-    with contextlib.suppress(OSError):  # a full disk must not keep the rank from ending
+    with contextlib.suppress(BaseException):
         if report is None:
             print(f"ncclcomm: rank {rank} exits with status {status}", file=stderr)
         elif report.is_mine():
@@ -252,12 +253,12 @@ def _fail(error: BaseException, status: int, rank: str, report: _Report | None) 
             sys.stderr = io.TextIOWrapper(cast(Any, report), errors="backslashreplace", write_through=True)
         _describe(error)
         sys.stderr.flush()
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(BaseException):
         stderr.flush()
-    if report is None:
-        _abort(status)
-    elif report.is_mine():
-        with contextlib.suppress(OSError):  # the watcher is gone, and who may have killed it ends this process too
+    with contextlib.suppress(BaseException):  # the watcher is gone, and who may have killed it ends this process too
+        if report is None:
+            _abort(status)
+        elif report.is_mine():
             report.fail(status)
     os._exit(status)
 

@@ -73,8 +73,6 @@ class Plan:
     """'none', 'core', 'socket', 'numa', or None for what the user's variables say, else none."""
     label: bool = False
     """Whether each line of output begins with its rank."""
-    fast_network: bool = False
-    """Whether there is a network between the hosts that is not plain TCP."""
 
     @property
     def one_host(self) -> bool:
@@ -92,6 +90,8 @@ class Plan:
         asked = {}
         if self.devices_per_rank is not None:
             asked["NCCLCOMM_DEVICES_PER_RANK"] = str(self.devices_per_rank)
+        elif "NCCLCOMM_DEVICES_PER_RANK" in self.environ:
+            asked["NCCLCOMM_DEVICES_PER_RANK"] = ""  # inherited from another job, whose devices are not these ranks'
         if self.label:
             asked["NCCLCOMM_LABELLED"] = "1"
         return {**unset, **own, **asked, **self.settings}

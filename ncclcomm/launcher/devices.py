@@ -23,7 +23,7 @@ def local_rank_of(environ: Mapping[str, str]) -> int | None:
         None where no launcher says it.
     """
     values = (environ.get(name, "") for name in LOCAL_RANK_VARIABLES)
-    return next((int(value) for value in values if value.isascii() and value.isdecimal()), None)
+    return next((int(value) for value in values if value.isascii() and value.isdecimal() and len(value) < 10), None)
 
 
 def devices_of(visible: str | None, local_rank: int, per_rank: int) -> str:

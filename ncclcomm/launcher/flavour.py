@@ -6,13 +6,12 @@ before anything starts. MPI itself is only ever loaded in a process of its own.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,25 +61,31 @@ def family(text: str) -> str:
     return INTELMPI if "Intel(R) MPI" in text else MPICH
 
 
-def find_flavour() -> str:
+def find_flavour(environ: Mapping[str, str] | None = None) -> str:
     """The flavour of the MPI library that mpi4py loads, where no mpiexec is needed.
+
+    Args:
+        environ: the ranks' whole environment; None: this process's.
 
     Raises:
         BackendUnavailableError: no mpi4py, or no MPI library.
     """
-    return _ask_mpi4py()[0]
+    return _ask_mpi4py(environ)[0]
 
 
-def find_launcher() -> Launcher:
+def find_launcher(environ: Mapping[str, str] | None = None) -> Launcher:
     """The mpiexec of the MPI that mpi4py loads in this Python environment.
 
     Looks beside the interpreter, then in the MPI library's prefix, then on PATH, and takes the first of the library's
     flavour.
 
+    Args:
+        environ: the ranks' whole environment, which may lead mpi4py to another library; None: this process's.
+
     Raises:
         BackendUnavailableError: no mpi4py, no MPI library, no mpiexec, or none of the library's flavour.
     """
-    flavour, library = _ask_mpi4py()
+    flavour, library = _ask_mpi4py(environ)
     others = []
     for mpiexec in _candidates(library):
         found = _flavour_of(mpiexec) or _ask_version(mpiexec)
@@ -106,13 +111,12 @@ def guess_launcher() -> Launcher:
     return Launcher(MPICH, "mpiexec")
 
 
-def _ask_mpi4py() -> tuple[str, str]:
+def _ask_mpi4py(environ: Mapping[str, str] | None) -> tuple[str, str]:
     """Flavour and path of the MPI library that mpi4py loads, as a child process finds them."""
-    if importlib.util.find_spec("mpi4py") is None:
-        raise BackendUnavailableError(f"{sys.executable} has no mpi4py: {_INSTALL}")
     try:
         asked = subprocess.run(
             [sys.executable, "-c", _QUERY],
+            env=environ,
             capture_output=True,
             text=True,
             errors="replace",
@@ -124,6 +128,8 @@ def _ask_mpi4py() -> tuple[str, str]:
         raise BackendUnavailableError(f"asking mpi4py for its MPI library failed: {error}") from error
     if asked.returncode:
         reason = (asked.stderr.strip() or f"exit status {asked.returncode}").splitlines()[-1]
+        if "No module named 'mpi4py'" in reason:
+            raise BackendUnavailableError(f"{sys.executable} has no mpi4py: {_INSTALL}")
         raise BackendUnavailableError(f"mpi4py of {sys.executable} loads no MPI library ({reason}): {_INSTALL}")
     library, _, version = asked.stdout.partition("\n")
     return family(version), library

@@ -43,6 +43,8 @@ _MPIEXEC_GRACE_S = 3.0
 _REMOTE_MPIEXEC_GRACE_S = 10.0
 """Time for mpiexec or srun to end once all ranks have; connections to other hosts, and SLURM, take longer."""
 _LAST_WORDS_S = 3.0
+_LONGEST_WAIT_S = 86400.0
+"""A selector takes no more than some weeks."""
 _SETTLE_S = 0.5
 """Time from the first failure to its report, in which one that explains it may be heard of."""
 
@@ -56,7 +58,7 @@ def run_job(
     grace_s: float,
     hosts: Sequence[str] = (),
     ssh: Sequence[str] = ("ssh",),
-    remote: bool = False,
+    places: Sequence[str] = (),
 ) -> int:
     """Run a command that starts ranks, to its end.
 
@@ -71,7 +73,7 @@ def run_job(
         grace_s: seconds between a rank's SIGTERM and its SIGKILL.
         hosts: the hosts that ssh reaches and ranks run on; empty where this is the only one, or SLURM starts the ranks.
         ssh: words of the ssh command.
-        remote: whether ranks may run on other hosts, where `hosts` is empty.
+        places: the hosts that ranks run on, where others than this one may be among them and `hosts` is empty.
 
     Returns:
         0 if every rank ended well; the first failing rank's exit status, or 128 + n if signal n killed it;
@@ -79,12 +81,13 @@ def run_job(
         this host, nor on another that can be reached.
 
     Raises:
-        OSError: the command cannot be started.
+        OSError: the command cannot be started; no rank was.
     """
     with tempfile.TemporaryDirectory(prefix="ncclcomm-", ignore_cleanup_errors=True) as directory, _wakeup() as wakeup:
-        job = _Job(size, grace_s, wakeup, hosts, remote=remote)
+        job = _Job(size, grace_s, wakeup, hosts, places)
         try:
-            return job.run(command, environ, directory, timeout_s)
+            job.start(command, environ, directory)
+            return job.follow(timeout_s)
         finally:
             job.close(ssh, environ)
 
@@ -95,9 +98,9 @@ def _wakeup() -> Iterator[int]:
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
-    hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # under nohup it stays so
-    taken = (*_STOP_SIGNALS, *_PASSED_ON, signal.SIGCHLD)
-    numbers = [n for n in taken if not (n == signal.SIGHUP and hangup_ignored)]
+    # What is ignored stays so: SIGHUP under nohup, SIGINT in a script's background.
+    asked = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    numbers = (*asked, *_PASSED_ON, signal.SIGCHLD)
 
     def ignore(_number: int, _frame: FrameType | None) -> None:
         """Leave it to the descriptor."""
@@ -117,49 +120,64 @@ def _wakeup() -> Iterator[int]:
 class _Job:
     """One job, from its start to its last process."""
 
-    def __init__(self, size: int, grace_s: float, wakeup: int, hosts: Sequence[str], *, remote: bool) -> None:
+    def __init__(self, size: int, grace_s: float, wakeup: int, hosts: Sequence[str], places: Sequence[str]) -> None:
         self.id = uuid.uuid4().hex
         self.grace_s = grace_s
         self.wakeup = wakeup
         self.hosts = hosts
-        self.is_remote = remote or bool(hosts)
+        self.is_remote = bool(hosts or places)
         self.selector = selectors.DefaultSelector()
         self.selector.register(wakeup, selectors.EVENT_READ)
-        self.links = Links(self.selector, size, remote=self.is_remote, hosts=hosts)
+        self.links = Links(self.selector, size, remote=self.is_remote, hosts=hosts or places)
         self.verdict = Verdict(size, names_hosts=self.is_remote)
         self.stop_status: int | None = None
         self.let_go = False
+        self.starter = ""
+        self.mpiexec: subprocess.Popen[bytes] | None = None
         self.show_at = self.release_at = self.kill_at = math.inf
 
     def close(self, ssh: Sequence[str], environ: Mapping[str, str]) -> None:
         """Kill what is left of the job and give back what it held."""
         self.links.close()
         self.selector.close()
-        if left := kill_marked(self.id):
-            say(f"processes {left} do not end on SIGKILL")
-        answering = [host for host in self.hosts if host not in self.verdict.silent_hosts]
-        # A watcher that is lost, or was never heard of, may have left something.
-        if answering and self.let_go and (self.verdict.has_lost or not self.verdict.is_complete):
-            sweep_hosts(answering, ssh=ssh, job_id=self.id, environ=environ)
+        try:
+            if left := kill_marked(self.id):
+                say(f"processes {left} do not end on SIGKILL")
+            answering = [host for host in self.hosts if host not in self.verdict.silent_hosts]
+            # A watcher that is lost, or was never heard of, may have left something.
+            if answering and self.let_go and (self.verdict.has_lost or not self.verdict.is_complete):
+                for line in sweep_hosts(answering, ssh=ssh, job_id=self.id, environ=environ):
+                    say(line)
+        except OSError as error:  # such as no more files or processes; the job has its status already
+            say(f"processes of the job may be left, as they could not be looked for: {error}")
 
-    def run(self, command: Command, environ: Mapping[str, str], directory: str, timeout_s: float | None) -> int:
-        """Start the command and see it to its end; see run_job."""
+    def start(self, command: Command, environ: Mapping[str, str], directory: str) -> None:
+        """Start the command; see run_job."""
         marks = {
             "NCCLCOMM_JOB_ID": self.id,
             "NCCLCOMM_JOB_DIR": directory,
             "NCCLCOMM_JOB_LINK": self.links.variable,
-            "NCCLCOMM_WATCHED": "1" if sys.stderr.isatty() else "0",
+            "NCCLCOMM_WATCHED": "1" if sys.stderr and sys.stderr.isatty() else "0",
         }
         command = command.marked(marks)
+        self.starter = os.path.basename(command.argv[command.before - 1])
         # Jobs that share Open MPI's directory of sessions disturb each other's start now and then (status 213).
         own = {"PRTE_MCA_prte_local_tmpdir_base": directory, **environ, **command.variables}
-        mpiexec = subprocess.Popen(
+        self.mpiexec = subprocess.Popen(
             command.argv,
             # The numbers of a rank that this process itself may be must not pass for those of its ranks.
             env={name: value for name, value in own.items() if name not in RANK_VARIABLES + LOCAL_RANK_VARIABLES},
-            stdin=None if _may_read_stdin() else subprocess.DEVNULL,
+            stdin=None if sys.stdin and _may_read_stdin() else subprocess.DEVNULL,
+            # What is closed here shows as None, and would make room for a file of the launcher's own.
+            stdout=None if sys.stdout else subprocess.DEVNULL,
+            stderr=None if sys.stderr else subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C comes to this process alone; and reading a terminal does not stop mpiexec
         )
+
+    def follow(self, timeout_s: float | None) -> int:
+        """See the command to its end; see run_job."""
+        mpiexec = self.mpiexec
+        assert mpiexec
         end_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while mpiexec.poll() is None:
             nexts = (self.release_at, self.kill_at, self.show_at, math.inf if self._stopping else end_at)
@@ -175,7 +193,7 @@ class _Job:
         self._hear_last_words()
         if self.stop_status is not None:
             return self.stop_status
-        return self.verdict.status(os.path.basename(command.argv[0]), mpiexec.returncode)
+        return self.verdict.status(self.starter, mpiexec.returncode)
 
     def _go_on(self, now: float) -> None:
         """Take the next step of ending the job, if it is time for it."""
@@ -196,8 +214,8 @@ class _Job:
 
     def _wait_until(self, deadline: float) -> None:
         """Wait for a signal, a rank's word or the deadline, and act on the first two."""
-        limit = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        for key, _ in self.selector.select(limit):
+        limit = max(0.0, min(deadline, self.links.due_at) - time.monotonic())
+        for key, _ in self.selector.select(min(limit, _LONGEST_WAIT_S)):
             if key.fileobj == self.wakeup:
                 for number in os.read(self.wakeup, 512):
                     if number != signal.SIGCHLD:
@@ -205,6 +223,7 @@ class _Job:
             else:
                 for event in self.links.read(key):
                     self._on_event(event)
+        self.links.tend()
 
     def _hear_last_words(self) -> None:
         """Let the watchers go and read what they still say, now that there is no mpiexec that could end them."""

@@ -27,7 +27,7 @@ def kill_marked(job_id: str) -> list[int]:
     end_at = time.monotonic() + _KILL_LIMIT_S
     while (left := _marked(job_id)) and time.monotonic() < end_at:
         for process in left:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         for process in left:
             _wait_gone(process, end_at)
@@ -52,7 +52,7 @@ def _wait_gone(process: int, end_at: float) -> None:
         descriptor = os.pidfd_open(process)
     except ProcessLookupError:
         return
-    except OSError:  # a kernel before 5.3
+    except (OSError, AttributeError):  # a kernel before 5.3, or a Python that was built for one
         time.sleep(_BETWEEN_LOOKS_S)
         return
     try:

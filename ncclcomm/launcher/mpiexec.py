@@ -38,11 +38,14 @@ def settings_of(plan: Plan) -> dict[str, str]:
         if plan.crowded:
             variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # a rank that waits must not hold a core that others need
         return variables
-    if plan.flavour == MPICH and plan.crowded:
-        # UCX spins without yielding, which costs whole time slices once ranks share cores.
-        variables["MPIR_CVAR_CH4_NETMOD"] = "ofi"
-    if not plan.one_host and not plan.fast_network:
-        variables["FI_PROVIDER"] = "tcp"  # libfabric's own choice is slower over plain TCP, and hung in some runs
+    if plan.flavour == MPICH:
+        if plan.crowded:
+            # UCX spins without yielding, which costs whole time slices once ranks share cores.
+            variables["MPIR_CVAR_CH4_NETMOD"] = "ofi"
+        if not plan.one_host:
+            # MPICH takes libfabric's `sockets` before its `tcp`, which is slower and hung in some runs. Excluding these
+            # leaves hosts with InfiniBand or Slingshot their own providers, whatever the host where the job starts has.
+            variables["FI_PROVIDER"] = "^sockets,udp"
     return variables
 
 

@@ -17,7 +17,7 @@ from ncclcomm.launcher.command import Plan, Step
 from ncclcomm.launcher.devices import devices_of
 from ncclcomm.launcher.flavour import Launcher, find_flavour, find_launcher, guess_launcher
 from ncclcomm.launcher.hosts import Host, Place, parse_hostfile, parse_hosts, place
-from ncclcomm.launcher.machine import count_gpus, fast_network, physical_cores
+from ncclcomm.launcher.machine import count_gpus, physical_cores
 from ncclcomm.launcher.slurm import Allocation, allocation, mpi_types, srun_mpi
 
 __all__ = ["make_plan"]
@@ -36,9 +36,12 @@ def make_plan(args: argparse.Namespace, program: list[str], environ: Mapping[str
         BackendUnavailableError: what it takes to start ranks is missing.
     """
     settings = _read_settings(args.env, environ)
-    whole = {**environ, **settings}
-    config.load(whole)
+    config.load({**environ, **settings})
+    whole = {**environ, "NCCLCOMM_DEVICES_PER_RANK": str(args.devices_per_rank or ""), **settings}
+    per_rank = config.load(whole).devices_per_rank
     hosts = _read_hosts(args)
+    if args.ssh is not None and not hosts:
+        raise ArgumentError(f"--ssh {args.ssh!r} reaches other hosts, and none is named: add --hosts, or leave it out")
     ssh = _ssh_words(args.ssh, environ) if hosts else ()
     job = None if hosts else _slurm_job(args, environ)
     places: tuple[Place, ...] = ()
@@ -46,10 +49,12 @@ def make_plan(args: argparse.Namespace, program: list[str], environ: Mapping[str
         places = place(hosts, args.size, args.ranks_per_node)
     elif job is not None:
         places = _place_in_job(job, args)
-    size = sum(at.ranks for at in places) if places else _size_here(args, whole)
-    if args.devices_per_rank is not None and job is None:
-        _check_devices(args.devices_per_rank, max((at.ranks for at in places), default=size), whole, here=not places)
-    launcher, step = _choose_launcher(args, job, environ)
+    size = sum(at.ranks for at in places) if places else _size_here(args, per_rank or 1, whole)
+    if per_rank is not None and job is None:
+        _check_devices(per_rank, max((at.ranks for at in places), default=size), whole, here=not places)
+    launcher, step = _choose_launcher(args, job, environ, whole)
+    if args.mpi is not None and step is None:
+        raise ArgumentError(f"--mpi {args.mpi} is srun's, and ranks are started by {launcher.mpiexec}: leave it out")
     return Plan(
         flavour=launcher.flavour,
         starter=launcher.mpiexec,
@@ -63,10 +68,9 @@ def make_plan(args: argparse.Namespace, program: list[str], environ: Mapping[str
         places=places,
         ssh=ssh,
         step=step,
-        devices_per_rank=args.devices_per_rank,
+        devices_per_rank=per_rank,
         bind=args.bind,
         label=sys.stdout.isatty() and size > 1 if args.label is None else args.label,
-        fast_network=fast_network(),
     )
 
 
@@ -129,7 +133,7 @@ def _place_in_job(job: Allocation, args: argparse.Namespace) -> tuple[Place, ...
     return place(hosts, args.size, args.ranks_per_node, mend)
 
 
-def _size_here(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+def _size_here(args: argparse.Namespace, per_rank: int, environ: Mapping[str, str]) -> int:
     """Number of ranks on this host alone."""
     size: int | None = args.size
     most: int | None = args.ranks_per_node
@@ -138,7 +142,6 @@ def _size_here(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if size is None:
         size = most
     if size is None and (gpus := count_gpus(environ)):
-        per_rank = args.devices_per_rank or 1
         if gpus < per_rank:
             raise ArgumentError(f"--devices-per-rank {per_rank} is more than the {gpus} GPUs of this host")
         size = gpus // per_rank
@@ -158,12 +161,12 @@ def _check_devices(per_rank: int, ranks: int, environ: Mapping[str, str], here: 
 
 
 def _choose_launcher(
-    args: argparse.Namespace, job: Allocation | None, environ: Mapping[str, str]
+    args: argparse.Namespace, job: Allocation | None, environ: Mapping[str, str], whole: Mapping[str, str]
 ) -> tuple[Launcher, Step | None]:
-    """The srun of a SLURM job where its --mpi has a type that fits, mpiexec elsewhere."""
+    """The srun of a SLURM job where its --mpi has a type that fits, mpiexec elsewhere; `whole` is the ranks' own."""
     if job is None or args.launcher == "mpiexec":
-        return guess_launcher() if args.dry_run else find_launcher(), None
-    flavour = guess_launcher().flavour if args.dry_run else find_flavour()
+        return guess_launcher() if args.dry_run else find_launcher(whole), None
+    flavour = guess_launcher().flavour if args.dry_run else find_flavour(whole)
     srun = shutil.which("srun", path=environ.get("PATH"))
     if srun is None and args.launcher == "srun":
         raise BackendUnavailableError("--launcher srun: there is no srun on PATH; load SLURM's clients")
@@ -174,7 +177,7 @@ def _choose_launcher(
         raise BackendUnavailableError(
             f"srun --mpi=list has no type for {flavour}: name one by --mpi, or use --launcher mpiexec"
         )
-    return guess_launcher() if args.dry_run else find_launcher(), None
+    return guess_launcher() if args.dry_run else find_launcher(whole), None
 
 
 def _ssh_words(option: str | None, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -184,9 +187,15 @@ def _ssh_words(option: str | None, environ: Mapping[str, str]) -> tuple[str, ...
         words = shlex.split(text)
     except ValueError as error:
         raise ArgumentError(f"{where} {text!r} is no command: {error}") from error
-    if not words or any(re.search(r"\s", word) or not word for word in words):
-        raise ArgumentError(f"{where} {text!r}: expected words without spaces in them, such as 'ssh -p 2222'")
+    if not all(words) or not words:
+        raise ArgumentError(f"{where} {text!r}: expected words that are not empty, such as 'ssh -p 2222'")
     found = shutil.which(words[0])
     if found is None:
         raise ArgumentError(f"{where} {text!r}: there is no command {words[0]!r}; install ssh, or name another")
-    return (os.path.abspath(found), *words[1:])
+    words[0] = os.path.abspath(found)
+    for word in words:
+        if re.search(r"\s", word):
+            raise ArgumentError(
+                f"{where} {text!r}: {word!r} holds a space, at which MPI would cut it: name another path"
+            )
+    return tuple(words)

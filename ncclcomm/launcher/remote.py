@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from pathlib import Path
 
 from ncclcomm.launcher.command import CHILD
 
@@ -24,8 +24,11 @@ SSH_OPTIONS = (
 )
 """Never ask for a password, and give up a host that doesn't answer for 9 to 12 s; other values in --ssh win."""
 
+_NOT_STARTED = 255
+"""The status of an ssh that could not be started, as that of one that fails."""
 _CHECK_LIMIT_S = 20.0
-_SWEEP_LIMIT_S = 10.0
+_SWEEP_LIMIT_S = 20.0
+"""More than the 10 s that the script below gives processes to end."""
 
 # Both read by a POSIX shell of another host, from its standard input. A host's start-up files may print lines of their
 # own, so that those which count begin with a word that only this job knows.
@@ -39,9 +42,12 @@ cd "$folder" 2>/dev/null || fail "has no folder $folder; the project must be at 
 "$python" -c "import mpi4py" >/dev/null 2>&1 </dev/null || fail "has no mpi4py that works in the environment of $python"
 echo "$id ready"
 """
-_SWEEP = """
-while found=$(grep -sl "NCCLCOMM_JOB_ID=$1" /proc/[0-9]*/environ); [ -n "$found" ]; do
-    for file in $found; do file=${file#/proc/}; kill -9 "${file%/environ}" 2>/dev/null; done
+_SWEEP = r"""
+id=$1 token=$2 end=$(($(date +%s) + 10))
+while found=$(grep -sl "NCCLCOMM_JOB_ID=$id" /proc/[0-9]*/environ | tr -dc '0-9\n' | xargs); [ -n "$found" ]; do
+    kill -9 $found 2>/dev/null
+    [ "$(date +%s)" -lt "$end" ] || { echo "$token $found"; exit 0; }
+    sleep 0.05
 done
 """
 
@@ -87,16 +93,25 @@ def check_hosts(
     return problems
 
 
-def sweep_hosts(hosts: Sequence[str], *, ssh: Sequence[str], job_id: str, environ: Mapping[str, str]) -> None:
-    """Kill what a job left on its hosts, as far as they can be reached within 10 s.
+def sweep_hosts(hosts: Sequence[str], *, ssh: Sequence[str], job_id: str, environ: Mapping[str, str]) -> list[str]:
+    """Kill what a job left on its hosts, as far as they can be reached; returns within 20 s.
 
     Args:
         hosts: names for ssh.
         ssh: words of the ssh command, to which SSH_OPTIONS are added.
         job_id: the value of NCCLCOMM_JOB_ID in the job's processes.
         environ: the environment of ssh, which must not have that mark.
+
+    Returns:
+        A line for each host that has processes that do not end on SIGKILL within 10 s, in the order of `hosts`.
     """
-    _everywhere(hosts, ssh, _SWEEP, [job_id], _SWEEP_LIMIT_S, environ)
+    token = secrets.token_hex(8)
+    return [
+        f"processes {', '.join(line.split()[1:])} on host {host} do not end on SIGKILL"
+        for host, _, output, _ in _everywhere(hosts, ssh, _SWEEP, [job_id, token], _SWEEP_LIMIT_S, environ)
+        for line in output.splitlines()
+        if line.startswith(f"{token} ")
+    ]
 
 
 @dataclass(frozen=True)
@@ -104,24 +119,24 @@ class _Call:
     """An ssh to one host."""
 
     host: str
-    process: subprocess.Popen[bytes]
-    output: IO[bytes]
-    errors: IO[bytes]
+    process: subprocess.Popen[bytes] | None
+    """None if it could not be started."""
+    output: Path
+    errors: Path
 
     def wait(self, end_at: float) -> tuple[str, int | None, str, str]:
         """The host, the exit status (None: it has not ended by then), the output and the errors."""
-        status = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self.process.wait(max(0.0, end_at - time.monotonic()))
-        texts = []
-        for file in (self.output, self.errors):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-        return self.host, status, texts[0], texts[1]
+        status: int | None = _NOT_STARTED
+        if self.process:
+            status = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self.process.wait(max(0.0, end_at - time.monotonic()))
+        output, errors = (file.read_text(errors="replace") for file in (self.output, self.errors))
+        return self.host, status, output, errors
 
     def close(self) -> None:
         """End what still runs."""
-        if self.process.poll() is None:
+        if self.process and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
@@ -137,21 +152,25 @@ def _everywhere(
     """Run a script on all hosts at once; see _Call.wait for what comes back."""
     command = " ".join(["sh", "-s", "--", *map(shlex.quote, words)])
     end_at = time.monotonic() + limit_s
-    calls: list[_Call] = []
     with contextlib.ExitStack() as stack:
-        for host in hosts:
-            # Files: an ssh that leaves a process behind would keep a pipe open.
-            source, output, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-            source.write(script.encode())
-            source.seek(0)
-            process = subprocess.Popen(
-                [*ssh, *SSH_OPTIONS, host, command],
-                stdin=source,
-                stdout=output,
-                stderr=errors,
-                env=environ,
-                start_new_session=True,
-            )
-            calls.append(_Call(host, process, output, errors))
-            stack.callback(calls[-1].close)
+        # Files: an ssh that leaves a process behind would keep a pipe open. Closed here, as there may be many hosts.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ncclcomm-", ignore_cleanup_errors=True)))
+        (folder / "script").write_text(script)
+        calls = []
+        for number, host in enumerate(hosts):
+            call = _start([*ssh, *SSH_OPTIONS, host, command], host, folder, f"{number}", environ)
+            stack.callback(call.close)
+            calls.append(call)
         return [call.wait(end_at) for call in calls]
+
+
+def _start(argv: Sequence[str], host: str, folder: Path, name: str, environ: Mapping[str, str] | None) -> _Call:
+    """Start an ssh that reads the folder's script."""
+    output, errors = folder / f"{name}.out", folder / f"{name}.err"
+    process = None
+    with (folder / "script").open("rb") as source, output.open("wb") as out, errors.open("wb") as err:
+        try:
+            process = subprocess.Popen(argv, stdin=source, stdout=out, stderr=err, env=environ, start_new_session=True)
+        except OSError as error:  # such as too many processes
+            err.write(str(error).encode())
+    return _Call(host, process, output, errors)

@@ -6,14 +6,20 @@ import argparse
 import contextlib
 import math
 import os
+import signal
 import sys
+import tempfile
+import uuid
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ncclcomm.errors import ArgumentError, BackendUnavailableError
 from ncclcomm.launcher.command import Command, Plan
 from ncclcomm.launcher.job import run_job
+from ncclcomm.launcher.leftovers import kill_marked
 from ncclcomm.launcher.mpiexec import build_mpiexec
 from ncclcomm.launcher.prepare import make_plan
 from ncclcomm.launcher.remote import check_hosts
@@ -146,7 +152,41 @@ def _positive_s(text: str) -> float:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Check, then print the command or run it."""
+    """Check, then print the command or run it; a signal that comes while no rank runs ends that in one line."""
+    try:
+        with _stopped_by_signals():
+            return _check_and_run(args)
+    except _Stopped as stopped:
+        _refuse(f"stopped by {stopped.signal.name}")
+        return 128 + stopped.signal
+
+
+class _Stopped(BaseException):
+    """A signal asked this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Raise _Stopped on signals that are not ignored, so that processes which look at hosts are ended first."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise _Stopped(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {n: signal.signal(n, stop) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _check_and_run(args: argparse.Namespace) -> int:
+    """What `_run` does while no signal comes."""
     program = _program(args)
     try:
         plan = make_plan(args, program, os.environ)
@@ -161,12 +201,13 @@ def _run(args: argparse.Namespace) -> int:
 
 def _start(plan: Plan, command: Command, args: argparse.Namespace) -> int:
     """Look at the hosts, then run the job."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        return _refuse(f"no folder for temporary files: {error.strerror}; set TMPDIR to one that can be written")
     hosts = [at.host for at in plan.places]
-    if plan.ssh:
-        script = None if plan.program[0] == "-m" else plan.program[0]
-        wrong = check_hosts(hosts, ssh=plan.ssh, folder=os.getcwd(), python=plan.python, script=script)
-        if wrong:
-            return _refuse(*wrong)
+    if plan.ssh and (wrong := _look_at_hosts(plan, hosts)):
+        return _refuse(*wrong)
     try:
         return run_job(
             command,
@@ -176,10 +217,31 @@ def _start(plan: Plan, command: Command, args: argparse.Namespace) -> int:
             grace_s=args.grace,
             hosts=hosts if plan.ssh else (),
             ssh=plan.ssh,
-            remote=bool(hosts),
+            places=hosts,
         )
     except OSError as error:
         return _refuse(f"{plan.starter} cannot be started: {error}")
+
+
+def _look_at_hosts(plan: Plan, hosts: list[str]) -> list[str]:
+    """What is wrong with the hosts, a line each; leaves no process where a signal ends it."""
+    script = None if plan.program[0] == "-m" else plan.program[0]
+    look = uuid.uuid4().hex
+    environ = {**os.environ, "NCCLCOMM_JOB_ID": look}
+    try:
+        return check_hosts(hosts, ssh=plan.ssh, folder=_folder(), python=plan.python, script=script, environ=environ)
+    except _Stopped:
+        kill_marked(look)  # it may come between the start of an ssh and the note of it
+        raise
+
+
+def _folder() -> str:
+    """The current folder by the name that the user's shell has for it: other hosts may lack what links resolve to."""
+    named = os.environ.get("PWD", "")
+    with contextlib.suppress(OSError):
+        if os.path.isabs(named) and os.path.samefile(named, os.curdir):
+            return named
+    return os.getcwd()
 
 
 def _refuse(*reasons: str) -> int:

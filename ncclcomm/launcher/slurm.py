@@ -31,7 +31,7 @@ MOST_TASKS = 2**31 - 1
 _ASK_TIMEOUT_S = 20.0
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Steps from here on are no srun of the user's: the batch script, the shell that salloc opens on a node."""
-_NUMBER = re.compile(r"[0-9]+", re.ASCII)
+_NUMBER = re.compile(r"[0-9]{1,18}", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+", re.ASCII)
 _COUNT = re.compile(r"([0-9]{1,10})(?:\(x([0-9]{1,10})\))?", re.ASCII)

@@ -21,8 +21,22 @@ def say(text: str) -> None:
     Args:
         text: the line, without the program's name.
     """
-    with contextlib.suppress(OSError):  # a closed stderr must not keep the ranks alive
-        print(f"ncclcomm run: {text}", file=sys.stderr, flush=True)
+    _write(f"ncclcomm run: {text}\n")
+
+
+def _write(text: str) -> None:
+    """Write to stderr; one that is closed, which may show as None, must not keep the ranks alive."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _name_of(number: int) -> str:
+    """A signal's name; a real-time one has none."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,7 @@ class _Failure:
 
     def __str__(self) -> str:
         if self.end.killed_by:
-            return f"{self.name} was killed by {signal.Signals(self.end.killed_by).name}"
+            return f"{self.name} was killed by {_name_of(self.end.killed_by)}"
         return f"{self.name} exited with status {self.end.status}"
 
     @property
@@ -163,10 +177,8 @@ class Verdict:
     def _show(self, headline: str, watcher: Watcher) -> None:
         """Print how a rank failed, with its traceback if it left one."""
         say(headline)
-        with contextlib.suppress(OSError):  # as in say
-            report = watcher.report.decode(errors="replace")
-            sys.stderr.write(report if report.endswith("\n") or not report else f"{report}\n")
-            sys.stderr.flush()
+        report = watcher.report.decode(errors="replace")
+        _write(report if report.endswith("\n") or not report else f"{report}\n")
 
     def _say_lost(self, head: str) -> None:
         """Print which ranks were lost first; without a head only those of a silent host, as others are killed."""

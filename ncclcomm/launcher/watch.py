@@ -6,17 +6,21 @@ A watcher connects to one of the addresses in NCCLCOMM_JOB_LINK (`TOKEN@ADDRESS,
 
 | from the watcher | | from `ncclcomm run` | |
 | --- | --- | --- | --- |
-| `hello TOKEN RANK HOST` | first | `welcome` | its answer |
+| | | `challenge NONCE` | first |
+| `hello PROOF NONCE RANK HOST` | the answer | `welcome PROOF` | the answer to that |
 | `report HEX` | a piece of what the failing program says | `signal N` | for the program |
 | `end STATUS KILLED_BY ASKED` | how the program ended | `bye` | kill the program if it runs, and exit |
 
 After `end` a watcher waits for `bye`: where an MPI launcher sees a rank leave, it may tear the others down before they
 have had their SIGTERM and their grace. A broken connection means that `ncclcomm run` is gone, or this host cut off.
+
+Each end proves by the other's NONCE that it knows the token, which itself is never sent: anyone may listen at a port.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import select
 import shutil
@@ -27,15 +31,14 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["WELCOME", "keep_alive", "watch"]
-
-WELCOME = b"welcome\n"
+__all__ = ["keep_alive", "prove", "watch"]
 
 _DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 """Programs that start the ranks of one job on one host; SLURM's, which serves no single job, is not among them."""
 _ASKING_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _CONNECT_LIMIT_S = 5.0
-_WELCOME_LIMIT_S = 30.0
+_ANSWER_LIMIT_S = 30.0
+_LONGEST_ANSWER = 256
 _LEFTOVERS_LIMIT_S = 10.0
 
 _SILENCE_BEFORE_PROBE_S = 3
@@ -58,6 +61,16 @@ def keep_alive(connection: socket.socket) -> None:
         (socket.TCP_NODELAY, 1),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def prove(token: str, *words: str) -> str:
+    """What only one who knows a job's token can say about some words; both ends of a link call it.
+
+    Args:
+        token: the job's.
+        words: none with a space; the first one tells which end speaks.
+    """
+    return hmac.new(token.encode(), " ".join(words).encode(), "sha256").hexdigest()
 
 
 def watch(program: int, *, rank: str, report: tuple[int, int], link: str, directory: str, wakeup: int) -> NoReturn:
@@ -95,33 +108,44 @@ def _connect(link: str, rank: str) -> socket.socket:
     """A connection to `ncclcomm run`, by the first of its addresses where it answers."""
     token, _, place = link.partition("@")
     addresses, _, port = place.rpartition(":")
-    hello = f"hello {token} {rank} {os.uname().nodename}\n".encode()
     reasons = []
     for address in addresses.split(","):
         try:
-            return _greet(address, int(port), hello)
+            return _greet(address, int(port), token, rank)
         except OSError as error:
             reasons.append(f"{address}:{port}: {error}")
     raise ConnectionError("; ".join(reasons))
 
 
-def _greet(address: str, port: int, hello: bytes) -> socket.socket:
+def _greet(address: str, port: int, token: str, rank: str) -> socket.socket:
     """Connect to an address, and see that who listens there is meant."""
+    nonce, host = os.urandom(16).hex(), os.uname().nodename
     connection = socket.create_connection((address, port), _CONNECT_LIMIT_S)
     try:
         keep_alive(connection)
-        connection.sendall(hello)
-        connection.settimeout(_WELCOME_LIMIT_S)
-        answer = b""
-        while len(answer) < len(WELCOME) and (byte := connection.recv(1)):  # what comes behind is read later
-            answer += byte
-        if answer != WELCOME:
-            raise ConnectionError("another program answers there")
+        connection.settimeout(_ANSWER_LIMIT_S)
+        theirs = _answer(connection, "challenge")
+        proof = prove(token, "watcher", theirs, nonce, rank, host)
+        connection.sendall(f"hello {proof} {nonce} {rank} {host}\n".encode())
+        welcome = _answer(connection, "welcome")
+        if not hmac.compare_digest(welcome.encode(), prove(token, "launcher", theirs, nonce).encode()):
+            raise ConnectionError("another job answers there")
         connection.settimeout(None)
     except OSError:
         connection.close()
         raise
     return connection
+
+
+def _answer(connection: socket.socket, word: str) -> str:
+    """Read a line that begins with a word; what follows it there."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _LONGEST_ANSWER and (byte := connection.recv(1)):
+        line += byte  # what comes behind the line is read later
+    words = line.decode(errors="replace").split()
+    if len(words) != 2 or words[0] != word or not line.endswith(b"\n"):
+        raise ConnectionError("another program answers there")
+    return words[1]
 
 
 class _Watcher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -111,6 +112,35 @@ def test_a_wrong_answer_on_one_rank(bench: Flavour, more: list[str], tmp_path: P
     assert line.startswith(start)
     numbers = line.removeprefix(start).replace(",", "").split()
     assert int(numbers[2]) == int(numbers[0]) + 1, line
+
+
+SPOILT_BARRIER = """
+import dataclasses, sys
+from ncclcomm.bench import ops
+from ncclcomm.cli import main
+
+op = ops.RANK_OPS["barrier"]
+
+def ours(comm, case):
+    left_out = int(sys.argv[1])
+    part = comm.mpi_comm.Split(int(comm.rank == left_out), 0)
+    return part.Barrier
+
+ops.RANK_OPS["barrier"] = dataclasses.replace(op, ours=ours)
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("left_out", [0, 2])
+def test_a_barrier_that_does_not_wait_for_all(bench: Flavour, left_out: int, tmp_path: Path) -> None:
+    script = tmp_path / "spoilt.py"
+    script.write_text(SPOILT_BARRIER)
+    ended = bench.run(3, [script, left_out, "bench", "barrier", "--rounds", "2"])
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    (line,) = error_lines(ended)
+    said = re.fullmatch(r"ncclcomm bench: WRONG ANSWER: barrier: rank (\d) left before rank (\d) came, .*", line)
+    assert said, line
+    assert (int(said[1]) == left_out) != (int(said[2]) == left_out), line
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -150,6 +151,25 @@ def test_a_dev_shm_that_a_container_gives(mpich: Flavour, tmp_path: Path) -> Non
         assert told.lines["node.shm"]["status"] == status, told.lines["node.shm"]
         assert "--shm-size=1g" in told.lines["node.shm"]["mend"]
         assert told.status == (status == "fail")
+
+
+SECRETS = ("SLURM_JWT", "NCCLCOMM_JOB_LINK", "SLURM_REST_token", "NCCL_Password", "CUDA_API_KEY", "UCX_SECRET_X")
+
+
+def test_reports_show_no_secrets(mpich: Flavour) -> None:
+    env = mpich.env({"PYTHONPATH": str(ROOT), "NCCL_DEBUG": "WARN", **dict.fromkeys(SECRETS, "s3cr3t")})
+    for words in (["doctor", "--json"], ["info", "--json"], ["info"]):
+        ended = run_tree([mpich.python, "-m", "ncclcomm", *words], env=env, timeout_s=DEADLINE_S)
+        assert "NCCL_DEBUG" in ended.stdout or words == ["doctor"]
+        assert "s3cr3t" not in ended.stdout + ended.stderr
+
+
+def test_variables_that_are_no_text(mpich: Flavour) -> None:
+    env = {**mpich.env({"PYTHONPATH": str(ROOT)}), "NCCL_DEBUG_FILE": os.fsdecode(b"\xff"), "PYTHONUTF8": "1"}
+    argv = [mpich.python, "-m", "ncclcomm", "info"]
+    ended = subprocess.run(argv, env=env, capture_output=True, timeout=DEADLINE_S, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"NCCL_DEBUG_FILE=\xff" in ended.stdout
 
 
 def test_bad_options_are_one_line(mpich: Flavour) -> None:

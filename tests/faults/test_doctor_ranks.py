@@ -324,6 +324,14 @@ raise SystemExit(main(["doctor", "--timeout", "1"]))
     assert "in MPI_Init for 3 s" in line
 
 
+def test_a_rank_whose_mpi_cannot_be_loaded_says_so(flavour: Flavour, tmp_path: Path) -> None:
+    env = shim(tmp_path, "sys.modules['mpi4py'] = None")
+    ended = flavour.run(2, ["-m", "ncclcomm", "doctor"], env, timeout_s=DEADLINE_S)
+    assert ended.returncode == 1, ended
+    assert "fail  ncclcomm doctor: rank 1 on " in ended.stderr
+    assert "mpi4py loads no MPI library (import of mpi4py halted" in ended.stderr
+
+
 def test_a_rank_that_dies_in_mpi_init(mpich: Flavour, tmp_path: Path) -> None:
     source = """
 import signal

@@ -218,7 +218,7 @@ for fail in (False, True):
             sys.excepthook(KeyError, KeyError("child"), None)
         else:
             from mpi4py import MPI
-            exits._leave(MPI, os.getppid())
+            exits._leave(MPI, os.getppid(), lambda: os._exit(1))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 os.write(1, f"{comm.all_reduce(np.ones(1))[0]}\\n".encode())
@@ -226,3 +226,38 @@ comm.close()
 """
     ended, _ = run_program(flavour, tmp_path, body)
     assert (ended.returncode, ended.stdout) == (0, "3.0\n" * 3), ended.stderr
+
+
+@pytest.mark.flavours("mpich")
+def test_an_interactive_interpreter_goes_on_after_an_exception(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+sys.stderr = open(os.devnull, "w")
+if comm.rank == 1:
+    sys.ps1 = ">>> "
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        sys.excepthook(*sys.exc_info())
+    failing = threading.Thread(target=lambda: 1 / 0)
+    failing.start(); failing.join()
+os.write(1, f"{comm.all_reduce(np.ones(1))[0]}\\n".encode())
+comm.close()
+"""
+    ended, _ = run_program(flavour, tmp_path, body)
+    assert (ended.returncode, ended.stdout) == (0, "3.0\n" * 3), ended.stderr
+
+
+@pytest.mark.flavours("mpich")
+def test_alone_exceptions_are_pythons_own_affair(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+import atexit
+atexit.register(print, "at exit", flush=True)
+failing = threading.Thread(target=lambda: 1 / 0)
+failing.start(); failing.join()
+print("goes on", flush=True)
+raise LookupError("lost")
+"""
+    ended, _ = run_program(flavour, tmp_path, body, n=1)
+    assert ended.returncode != 0
+    assert ended.stdout == "goes on\nat exit\n", ended.stdout + ended.stderr
+    assert ended.stderr.count("LookupError: lost") == 1, ended.stderr

@@ -94,11 +94,13 @@ def launch(flavour: Flavour, *args: str | Path, cwd: Path | None = None) -> subp
 
 
 @contextmanager
-def running(flavour: Flavour, size: int, *args: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A job whose ranks are all up; whatever is left of it is killed at the end."""
+def running(
+    flavour: Flavour, size: int, *args: str | Path, shell: str = 'exec "$@"'
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A job whose ranks are all up, started by a line of shell; whatever is left of it is killed at the end."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        launch_argv(flavour, "-n", str(size), *args),
+        ["sh", "-c", shell, "sh", *launch_argv(flavour, "-n", str(size), *args)],
         env=environment(mark),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -244,6 +246,31 @@ def test_signal_to_the_launcher(flavour: Flavour, waiting: Path, name: str, stat
         assert survivors(mark) == []
 
 
+@pytest.mark.flavours("mpich")
+def test_a_signal_that_is_ignored_at_the_start_stays_so(flavour: Flavour, waiting: Path) -> None:
+    with running(flavour, 1, waiting, shell="trap '' INT; exec \"$@\"") as (process, mark):
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+        assert int(fields["SigIgn"], 16) & 1 << (signal.SIGINT - 1)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DOWN_LIMIT_S) == 143
+        assert survivors(mark) == []
+
+
+@pytest.mark.flavours("mpich")
+def test_a_time_limit_of_many_days(flavour: Flavour, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('done')")
+    ended = launch(flavour, "-n", "1", "--timeout", "1e12", script)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+def test_closed_streams_keep_the_status(flavour: Flavour, failing: Path) -> None:
+    argv = ["sh", "-c", '"$@" >&- 2>&-', "sh", *launch_argv(flavour, "-n", "2", failing, "exit", "during")]
+    ended = run_tree(argv, env=environment("closed"), timeout_s=JOB_LIMIT_S)
+    assert ended.returncode == 7
+
+
 def test_second_signal_skips_the_grace(flavour: Flavour, waiting: Path) -> None:
     with running(flavour, 2, "--grace", "600", waiting, "deaf") as (process, mark):
         process.send_signal(signal.SIGINT)
@@ -295,8 +322,8 @@ def test_ranks_of_ncclcomm_have_their_grace_too(flavour: Flavour, tmp_path: Path
 def test_sigusr1_reaches_the_ranks(flavour: Flavour, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import signal, sys\nfrom mpi4py import MPI\nsignal.signal(signal.SIGUSR1, lambda *_: print('heard'))\n"
-        "print('up', MPI.COMM_WORLD.rank)\nsignal.pause()\n"
+        "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\nfrom mpi4py import MPI\n"
+        "print('up', MPI.COMM_WORLD.rank)\nsignal.sigwait([signal.SIGUSR1])\nprint('heard')\n"
     )
     with running(flavour, 2, script) as (process, mark):
         process.send_signal(signal.SIGUSR1)

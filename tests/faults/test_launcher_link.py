@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
+import resource
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from flavours import clean_env
+from flavours import clean_env, missing
+from ncclcomm.launcher import link as link_module
 from ncclcomm.launcher.command import CHILD
 from ncclcomm.launcher.link import Event, Links
+from ncclcomm.launcher.watch import prove
 
 LIMIT_S = 20.0
 
@@ -27,10 +31,14 @@ class Launcher:
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
-        self.links = Links(self.selector, 4, remote=False, hosts=())
+        self.events: list[Event] = []
+        self.open(remote=False, hosts=())
+
+    def open(self, *, remote: bool, hosts: Sequence[str]) -> None:
+        """Listen."""
+        self.links = Links(self.selector, 4, remote=remote, hosts=hosts)
         self.token, _, place = self.links.variable.partition("@")
         self.port = int(place.rpartition(":")[2])
-        self.events: list[Event] = []
 
     def hear(self, kind: str) -> Event:
         """Read until there is an event of that kind, which is taken away."""
@@ -41,24 +49,66 @@ class Launcher:
         end = time.monotonic() + LIMIT_S
         while (found := ready()) is None:
             assert time.monotonic() < end, self.events
-            for key, _ in self.selector.select(0.1):
-                self.events += self.links.read(key)
+            self.turn()
         self.events.remove(found)
         return found
 
-    def call(self, text: str) -> socket.socket:
+    def turn(self) -> None:
+        """Read what is there, or soon is."""
+        for key, _ in self.selector.select(min(0.1, max(0.0, self.links.due_at - time.monotonic()))):
+            self.events += self.links.read(key)
+        self.links.tend()
+
+    def call(self, text: str = "", address: str = "127.0.0.1") -> socket.socket:
         """A caller that says something."""
-        caller = socket.create_connection(("127.0.0.1", self.port), LIMIT_S)
+        caller = socket.create_connection((address, self.port), LIMIT_S)
         caller.sendall(text.encode())
         return caller
+
+    def join(self, rank: str, host: str, address: str = "127.0.0.1") -> socket.socket:
+        """A caller that is a rank's watcher, welcomed."""
+        caller = self.call("", address)
+        nonce = self.line_to(caller).removeprefix("challenge ")
+        proof = prove(self.token, "watcher", nonce, "mine", rank, host)
+        caller.sendall(f"hello {proof} mine {rank} {host}\n".encode())
+        assert self.line_to(caller) == f"welcome {prove(self.token, 'launcher', nonce, 'mine')}"
+        return caller
+
+    def line_to(self, caller: socket.socket) -> str:
+        """The next line that a caller is sent."""
+        caller.setblocking(False)
+        line, end = b"", time.monotonic() + LIMIT_S
+        while not line.endswith(b"\n"):
+            assert time.monotonic() < end, line
+            try:
+                line += caller.recv(1)
+            except BlockingIOError:
+                self.turn()
+        caller.settimeout(LIMIT_S)
+        return line.decode().rstrip("\n")
 
 
 def is_closed(connection: socket.socket) -> bool:
     """Whether the other end has closed a connection; it may not have read all."""
     try:
-        return connection.recv(1) == b""
+        while connection.recv(4096):
+            pass
     except ConnectionResetError:
         return True
+    return True
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the other end has not closed a connection."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            continue
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
+    return False
 
 
 @pytest.fixture
@@ -86,24 +136,88 @@ def start_child(launcher: Launcher, tmp_path: Path, source: str, link: str = "")
         child.stderr.close()
 
 
-@pytest.mark.parametrize("words", ["hello wrong 0 h1", "hello", "", "GET / HTTP/1.1", "x" * 5000, "end 0 0 0"])
+STRANGERS = ["hello wrong mine 0 h1", "hello {token} 0 h1", "hello", "", "GET / HTTP/1.1", "x" * 5000, "end 0 0 0"]
+
+
+@pytest.mark.parametrize("words", STRANGERS)
 def test_strangers_are_turned_away(launcher: Launcher, words: str) -> None:
-    with launcher.call(words if len(words) > 100 else f"{words}\n") as stranger, launcher.call("") as silent:
-        with launcher.call(f"hello {launcher.token} 7 h1\n") as ours:
+    said = words if len(words) > 100 else f"{words.format(token=launcher.token)}\n"
+    with launcher.call(said) as stranger, launcher.call() as silent:
+        with launcher.join("7", "h1"):
             assert launcher.hear("start").watcher.rank == "7"
-            assert ours.recv(100) == b"welcome\n"
         assert launcher.hear("lost").watcher.rank == "7"
         assert is_closed(stranger)
-        silent.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            silent.recv(1)
+        assert is_open(silent)
     assert launcher.events == []
 
 
+def test_silent_strangers_are_dropped_and_ranks_are_not(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    with launcher.join("7", "h1") as ours, launcher.call() as silent:
+        launcher.line_to(silent)
+        assert launcher.links.due_at < time.monotonic() + LIMIT_S
+        monkeypatch.setattr(link_module, "_STRANGER_LIMIT_S", 0.0)
+        launcher.turn()
+        assert is_closed(silent)
+        assert is_open(ours)
+        assert launcher.links.due_at == math.inf
+
+
+def test_many_strangers_keep_no_rank_away(launcher: Launcher) -> None:
+    with ExitStack() as stack:
+        strangers = []
+        for _ in range(100):
+            strangers.append(stack.enter_context(launcher.call()))
+            launcher.turn()
+        stack.enter_context(launcher.join("7", "h1"))
+        assert launcher.hear("start").watcher.rank == "7"
+        assert is_closed(strangers[0])
+        assert 0 < sum(map(is_open, strangers)) < 40
+
+
+def test_no_file_left_for_a_connection(launcher: Launcher) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with launcher.call() as first:
+        launcher.line_to(first)
+        with launcher.call() as second:
+            # The lowest free number is above the limit, as if that many files were open.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+            try:
+                launcher.turn()
+                assert is_closed(first), "a caller makes room"
+                launcher.turn()
+                assert launcher.links.due_at < time.monotonic() + LIMIT_S
+                assert launcher.selector.select(0) == [], "a listener that can take no call must not keep the CPU busy"
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert launcher.line_to(second).startswith("challenge ")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_other_hosts_are_heard_by_both_protocols(launcher: Launcher, address: str) -> None:
+    if ":" in address and not (socket.has_dualstack_ipv6() and Path("/proc/net/if_inet6").exists()):
+        missing("IPv6", "the kernel has none", ci_has_it=False)
+    launcher.links.close()
+    launcher.open(remote=True, hosts=["localhost"])
+    with launcher.join("3", "h2", address):
+        assert launcher.hear("start").watcher.rank == "3"
+
+
+def test_loopback_is_an_address_for_ranks_of_this_host_alone(launcher: Launcher) -> None:
+    def addresses(*hosts: str) -> list[str]:
+        launcher.links.close()
+        launcher.open(remote=True, hosts=hosts)
+        return launcher.links.variable.partition("@")[2].rpartition(":")[0].split(",")
+
+    elsewhere = addresses("192.0.2.77")
+    assert "127.0.0.1" not in elsewhere or elsewhere == ["127.0.0.1"], "without a network it is the only one"
+    for host in ("localhost", f"{socket.gethostname()}.example"):
+        assert addresses("192.0.2.77", host, "192.0.2.78")[-1] == "127.0.0.1"
+
+
 def test_lines_may_come_in_pieces(launcher: Launcher) -> None:
-    with launcher.call(f"hello {launcher.token[:5]}") as ours:
-        ours.sendall(f"{launcher.token[5:]} 3 h2\nreport {b'Trace'.hex()}\nreport {b'back'.hex()}\nend 1 ".encode())
+    with launcher.join("3", "h2") as ours:
         launcher.hear("start")
+        ours.sendall(f"report {b'Trace'.hex()}\nreport {b'back'.hex()}\nend 1 ".encode())
         launcher.hear("report")
         assert launcher.hear("report").watcher.report == b"Traceback"
         ours.sendall(b"0 0\n")
@@ -132,6 +246,8 @@ def test_a_program_is_ended_where_no_launcher_answers(launcher: Launcher, tmp_pa
             if answers:
                 called, _ = other.accept()
                 called.sendall(b"220 mail.example.com ESMTP\r\n")
+                called.settimeout(LIMIT_S)
+                assert called.recv(1) == b"", "a stranger is told nothing"
             assert child.wait(LIMIT_S) == 128 + signal.SIGKILL
             if answers:
                 called.close()
@@ -139,6 +255,30 @@ def test_a_program_is_ended_where_no_launcher_answers(launcher: Launcher, tmp_pa
             text = child.stderr.read()
             assert "rank 5 on host" in text
             assert f"can't reach `ncclcomm run`, and is ended (127.0.0.1:{port}: " in text
+
+
+def test_an_impostor_learns_no_token_and_is_not_followed(launcher: Launcher, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.2", launcher.port)) as impostor:
+        link = f"{launcher.token}@127.0.0.2,127.0.0.1:{launcher.port}"
+        with start_child(launcher, tmp_path, "import time\ntime.sleep(1000)", link):
+            called, _ = impostor.accept()
+            with called, called.makefile() as lines:
+                called.sendall(b"challenge 00\n")
+                words = lines.readline().split()
+                assert (words[0], words[3]) == ("hello", "5")
+                assert launcher.token not in words
+                called.sendall(f"welcome {words[1]}\n".encode())
+                assert launcher.hear("start").watcher.rank == "5", "it goes on to the next address"
+
+
+@pytest.mark.parametrize("stream", ["None", "object()"])
+def test_a_program_without_streams_is_heard_when_it_fails(launcher: Launcher, tmp_path: Path, stream: str) -> None:
+    with start_child(launcher, tmp_path, f"import sys\nsys.stdout = sys.stderr = {stream}\n1 / 0") as child:
+        end = launcher.hear("end")
+        assert end.status == 1
+        assert b"ZeroDivisionError" in end.watcher.report
+        end.watcher.send("bye")
+        assert child.wait(LIMIT_S) == 1
 
 
 def test_a_broken_connection_ends_the_program_and_its_daemons(launcher: Launcher, tmp_path: Path) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
+import shlex
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,6 +137,70 @@ def test_auto_is_the_number_of_cores_where_there_is_no_gpu(flavour: Flavour, des
 
     ranks = told(launch(flavour, "-n", "auto", describe, NCCLCOMM_DEVICES="host"))
     assert len(ranks) == physical_cores()
+
+
+COMMAND = [sys.executable, "-m", "ncclcomm"]
+HERE = {**clean_env(), "PYTHONPATH": str(ROOT)}
+
+
+def test_closed_streams_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "p.py").write_text("")
+    line = f"exec {shlex.join(COMMAND)} run -n 1 --dry-run {tmp_path}/p.py"
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        ended = run_tree(["sh", "-c", f"{line} {closed}"], env=HERE, timeout_s=LIMIT_S)
+        assert (ended.returncode, ended.stderr) == (0, ""), closed
+        assert bool(ended.stdout) is (" >&-" not in f" {closed}"), closed
+
+
+def test_words_that_are_no_text_are_printed_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "p.py").write_text("")
+    for encoding, shown in (("utf-8:strict", "na\xefve \xe9".encode()), ("ascii:strict", b"na\\xefve \\xe9")):
+        ended = subprocess.run(
+            [*map(os.fsencode, COMMAND), *(b"run", b"-n", b"1", b"--dry-run", b"--env", b"X=\xff", b"p.py"), shown],
+            env={**HERE, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "1"},
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert (ended.returncode, ended.stderr) == (0, b"")
+        assert b"X='\xff' " in ended.stdout
+        assert shown in ended.stdout
+
+
+def test_no_folder_for_temporary_files(tmp_path: Path) -> None:
+    (tmp_path / "p.py").write_text("")
+    program = (
+        "import sys, tempfile\ntempfile._candidate_tempdir_list = lambda: ['/proc/none']\n"
+        "from ncclcomm.cli import main\nsys.exit(main(['run', '-n', '1', 'p.py']))\n"
+    )
+    ended = run_tree([sys.executable, "-c", program], env=HERE, timeout_s=LIMIT_S, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert "set TMPDIR" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_hosts_are_looked_at(tmp_path: Path, number: signal.Signals) -> None:
+    ssh, mark = tmp_path / "ssh", tmp_path / "pid"
+    os.mkfifo(mark)
+    channel = os.open(mark, os.O_RDWR)
+    ssh.write_text(f"#!/bin/sh\necho $$ >{mark}\nexec sleep 60\n")
+    ssh.chmod(0o755)
+    (tmp_path / "p.py").write_text("")
+    argv = [*COMMAND, "run", "-n", "1", "--hosts", "h1", "--ssh", str(ssh), "p.py"]
+    with subprocess.Popen(argv, env=HERE, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert select.select([channel], [], [], LIMIT_S)[0]
+            ended = os.pidfd_open(int(os.read(channel, 32)))
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+            os.close(channel)
+    assert (process.returncode, errors) == (128 + number, f"ncclcomm run: stopped by {number.name}\n")
+    assert select.select([ended], [], [], 0.0)[0], "ssh runs on"
+    os.close(ended)
 
 
 @pytest.mark.parametrize(("script", "word"), [("single_node.sh", "N SCRIPT"), ("multi_node.sh", "--hostfile FILE")])

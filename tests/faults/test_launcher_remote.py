@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import signal
 import stat
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from flavours import clean_env, find, run_tree
 from ncclcomm.launcher import remote
+from ncclcomm.launcher.leftovers import kill_marked
 from ncclcomm.launcher.remote import check_hosts, sweep_hosts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,6 +95,23 @@ def test_hosts_that_cannot_be_reached(ssh: Stand, python: str, tmp_path: Path) -
     ]
 
 
+def test_an_ssh_that_cannot_be_started_is_the_hosts_trouble(python: str, tmp_path: Path) -> None:
+    (line,) = check((f"{tmp_path}/none",), ["a"], tmp_path, python)
+    assert line.startswith("host a can't be reached: [Errno 2]")
+    assert sweep_hosts(["a"], ssh=(f"{tmp_path}/none",), job_id="0", environ={}) == []
+
+
+def test_more_hosts_than_files_may_be_open(ssh: Stand, python: str, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    words, taken = ssh(HERE), set(map(int, os.listdir("/proc/self/fd")))
+    free = [number for number in range(200) if number not in taken]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], hard))
+    try:
+        assert check(words, [f"h{number}" for number in range(30)], tmp_path, python) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_silent_hosts_are_given_up_together(
     ssh: Stand, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,13 +136,56 @@ def test_a_sweep_kills_what_bears_the_mark(ssh: Stand, tmp_path: Path) -> None:
         for process in started:
             assert process.stdout is not None
             assert process.stdout.readline() == b"up\n"
-        sweep_hosts(["a", "b"], ssh=ssh(HERE), job_id=job, environ=dict(os.environ))
+        assert sweep_hosts(["a", "b"], ssh=ssh(HERE), job_id=job, environ=dict(os.environ)) == []
         assert [process.wait(10) for process in started[:2]] == [-9, -9]
         assert started[2].poll() is None
     finally:
         for process in started:
             process.kill()
             process.communicate()
+
+
+@pytest.fixture
+def marked() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that bears the mark of a job: its own number."""
+    line = 'NCCLCOMM_JOB_ID=job-$$ exec "$0" -c "import time; print(flush=True); time.sleep(1000)"'
+    process = subprocess.Popen(["sh", "-c", line, sys.executable], stdout=subprocess.PIPE, env=clean_env())
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_sweep_names_what_it_cannot_kill(ssh: Stand, marked: subprocess.Popen[bytes]) -> None:
+    # The sweep of this host kills nothing, and gives up at once.
+    words = ssh(f"""{OPTIONS}(echo 'kill() {{ :; }}'; sed 's/ + 10/ + 0/') | sh -c "$*"\n""")
+    said = sweep_hosts(["a"], ssh=words, job_id=f"job-{marked.pid}", environ=dict(os.environ))
+    assert said == [f"processes {marked.pid} on host a do not end on SIGKILL"]
+
+
+def test_a_python_without_pidfds_finds_leftovers_too(
+    marked: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    assert kill_marked(f"job-{marked.pid}") == []
+    assert marked.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("places", "crowded"), [("a:{0},b:1", False), ("a:{1},b:1", True), ("a:1,b:{1}", True)])
+def test_the_script_asks_for_yielding_where_a_host_has_more_ranks_than_cores(
+    ssh: Stand, python: str, tmp_path: Path, places: str, crowded: bool
+) -> None:
+    (tmp_path / "mpiexec").write_text("#!/bin/sh\necho HYDRA\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    cores = len(os.sched_getaffinity(0))
+    hosts = places.format(cores, cores + 1)
+    ssh(HERE)
+    (tmp_path / "ssh").symlink_to("ssh stand-in")
+    argv = [ROOT / "launch" / "multi_node.sh", "--hosts", hosts, "--ssh", tmp_path / "ssh", "-m", "any"]
+    ended = run_tree(argv, env={**clean_env(), "PYTHON": python}, timeout_s=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ("MPIR_CVAR_CH4_NETMOD=ofi" in ended.stdout) == crowded, ended.stdout
 
 
 def test_hosts_are_swept_after_the_loss_of_a_rank(ssh: Stand, tmp_path: Path) -> None:
@@ -133,4 +196,5 @@ def test_hosts_are_swept_after_the_loss_of_a_rank(ssh: Stand, tmp_path: Path) ->
     argv = [mpich.python, "-m", "ncclcomm", "run", "-n", "1", "--hosts", "some-host", "--ssh", tmp_path / "ssh", script]
     ended = run_tree(argv, env=mpich.env({"PYTHONPATH": str(ROOT)}), timeout_s=60)
     assert ended.returncode not in (0, 2), ended.stderr
-    assert re.fullmatch(r"some-host: sh -s -- [0-9a-f]{32}", log.read_text().splitlines()[-1])
+    assert "ncclcomm run: mpiexec ended with status" in ended.stderr
+    assert re.fullmatch(r"some-host: sh -s -- [0-9a-f]{32} [0-9a-f]{16}", log.read_text().splitlines()[-1])

@@ -86,6 +86,46 @@ except ncclcomm.ArgumentError as error:
     assert (ended.returncode, ended.stdout) == (0, "told True\n" * 2), ended.stderr
 
 
+@pytest.mark.flavours("mpich")
+@pytest.mark.parametrize("init", ["", "timeout_s=30"])
+def test_a_time_limit_that_is_none_on_one_rank_alone(flavour: Flavour, tmp_path: Path, init: str) -> None:
+    body = """
+try:
+    comm.barrier(timeout_s=-1 if comm.rank == 1 else None)
+except ncclcomm.ArgumentError as error:
+    os.write(1, f"told {'timeout_s is -1' in str(error)} {'rank 1' in str(error)}\\n".encode())
+comm.close()
+"""
+    ended, seconds = run_program(flavour, tmp_path, body, init=init)
+    assert (ended.returncode, ended.stdout) == (0, "told True True\n" * 3), ended.stderr
+    assert seconds < ENDS_WITHIN_S
+
+
+@pytest.mark.flavours("mpich")
+def test_a_limit_counts_from_the_start_of_the_call(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+if comm.rank == 1:
+    while not os.path.exists(os.environ["SIGNAL"]):
+        time.sleep(0.01)
+    sys.exit(0)
+from ncclcomm.communicator import reduce
+prepare = reduce.target_for
+def prepare_slowly(*args):
+    time.sleep(1.5)
+    return prepare(*args)
+reduce.target_for = prepare_slowly
+start = time.monotonic()
+try:
+    comm.all_reduce(np.ones(7))
+except ncclcomm.CommTimeoutError as error:
+    os.write(1, f"told {comm.rank} {time.monotonic() - start < 3.4}\\n".encode())
+open(os.environ["SIGNAL"], "w").close()
+"""
+    signal = str(tmp_path / "signal")
+    ended, _ = run_program(flavour, tmp_path, body, init="timeout_s=2", SIGNAL=signal)
+    assert sorted(ended.stdout.splitlines()) == ["told 0 True", "told 2 True"], ended.stdout + ended.stderr
+
+
 def test_work_of_a_device_that_does_not_end(flavour: Flavour, tmp_path: Path) -> None:
     body = """
 array = ncclcomm.asarray(np.ones(4))

@@ -147,6 +147,87 @@ comm.all_reduce(np.ones(2))
     assert "rank 1 will not come" in ended.stderr
 
 
+@pytest.mark.flavours("mpich")
+@pytest.mark.parametrize("block", ["with comm", "if True"], ids=["closed", "left open"])
+def test_a_rank_that_did_its_part_and_ended_is_no_fault(flavour: Flavour, tmp_path: Path, block: str) -> None:
+    # An unchecked reduce needs nothing of rank 1 once it has sent its part; this MPI lets it end meanwhile.
+    body = f"""
+from ncclcomm.communicator import watchdog
+watchdog.LEFT_S = 0.5
+{block}:
+    if comm.rank == 2:
+        time.sleep(3.5)
+    total = comm.reduce(np.ones(2))
+if comm.rank == 0:
+    print(total[0])
+"""
+    ended, _ = run_program(flavour, tmp_path, body, init="check=False")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "3.0\n", "")
+
+
+def test_close_waits_for_all_unchecked_too(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+if comm.rank == 2:
+    while not os.path.exists(os.environ["SIGNAL"]):
+        time.sleep(0.01)
+    os.write(1, b"late\\n")
+if comm.rank == 0:
+    open(os.environ["SIGNAL"], "w").close()
+comm.close()
+os.write(1, b"closed\\n")
+"""
+    ended, _ = run_program(flavour, tmp_path, body, init="check=False", SIGNAL=str(tmp_path / "signal"))
+    assert (ended.returncode, ended.stdout) == (0, "late\n" + "closed\n" * 3), ended.stderr
+
+
+@pytest.mark.flavours("mpich")
+def test_a_call_that_is_interrupted_while_ranks_agree(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+if comm.rank == 1:
+    def interrupt(data):
+        raise KeyboardInterrupt
+    comm._control.all_gather_bytes = interrupt
+    try:
+        comm.all_reduce(np.ones(4))
+    except KeyboardInterrupt:
+        pass
+    try:
+        comm.all_reduce(np.ones(4))
+    except ncclcomm.AbortedError as error:
+        os.write(1, f"refused: {error}\\n".encode())
+    time.sleep(60)
+comm.all_reduce(np.ones(4))
+"""
+    ended, seconds = run_program(flavour, tmp_path, body)
+    assert ended.returncode != 0
+    assert seconds < ENDS_WITHIN_S
+    assert "refused: rank 1" in ended.stdout
+    assert "can't go on: all_reduce was interrupted on this rank" in ended.stderr, ended.stderr
+
+
+@pytest.mark.flavours("mpich")
+def test_a_watchdog_that_cannot_start_on_one_rank_is_told_to_all(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+from mpi4py import MPI
+from ncclcomm.communicator import setup
+if comm.rank == 1:
+    def fail(end_job):
+        raise OSError("no socket")
+    kept, setup.watchdog = setup.watchdog, fail
+try:
+    ncclcomm.Communicator(MPI.COMM_WORLD)
+except (OSError, ncclcomm.NcclCommError) as error:
+    os.write(1, f"{type(error).__name__} {'no socket' in str(error)}\\n".encode())
+if comm.rank == 1:
+    setup.watchdog = kept
+ncclcomm.Communicator(MPI.COMM_WORLD).close()
+comm.close()
+"""
+    ended, _ = run_program(flavour, tmp_path, body)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [*["NcclCommError True"] * 2, "OSError True"]
+
+
 @pytest.mark.parametrize("when", ["before init", "inside init"])
 @pytest.mark.parametrize("fault", ["SIGKILL", "raise"])
 def test_a_rank_that_is_lost_before_there_is_a_communicator(

@@ -70,6 +70,7 @@ def test_many_members_stay_exact(reduction: str, name: str) -> None:
         exact = exact * one if reduction == "prod" else exact + one
     if reduction == "avg":
         exact /= size
+        assert len({patterns.sent(dtype, reduction, member, size).tobytes() for member in range(size)}) == size
     assert np.array_equal(patterns.reduced(dtype, reduction, size).astype(np.float64), exact)
 
 
@@ -77,6 +78,26 @@ def test_members_send_different_data() -> None:
     for dtype in DTYPES:
         assert len({patterns.sent(dtype, "", member, 4).tobytes() for member in range(4)}) == 4
         assert len({patterns.sent(dtype, "sum", member, 4).tobytes() for member in range(4)}) == 4
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 17, 64])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+def test_no_members_data_are_the_average(name: str, size: int) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    average = patterns.reduced(dtype, "avg", size)
+    assert len(set(average.tolist())) > 1
+    seen = set()
+    exact, most = np.zeros(patterns.PERIOD, np.complex128), np.zeros(patterns.PERIOD)
+    for member in range(size):
+        one = patterns.sent(dtype, "avg", member, size)
+        assert np.mean(one != average) > 0.3, f"what member {member} sends is nearly the result"
+        seen.add(one.tobytes())
+        exact += one.astype(np.complex128)
+        most += np.maximum(np.abs(one.astype(np.complex128).real), np.abs(one.astype(np.complex128).imag))
+    assert len(seen) == size
+    assert np.array_equal(exact / size, average.astype(np.complex128))
+    assert most.max() <= patterns._EXACT.get(name, 1 << 53), "partial sums round"
 
 
 def fetch(array: Any) -> Any:

@@ -46,6 +46,9 @@ NAMES = {
     ],
 }
 
+LONG = "1" * 5000
+"""More digits than Python reads."""
+
 BAD = {
     "DEVICES": [
         "gpu",
@@ -59,13 +62,14 @@ BAD = {
         "host:4:4",
         "4",
         "host:99999",
+        f"host:{LONG}",
     ],
-    "DEVICES_PER_RANK": ["0", "-1", "two", "1.5", "1,2"],
+    "DEVICES_PER_RANK": ["0", "-1", "two", "1.5", "1,2", LONG],
     "HOST_STREAMS": ["later", "1", "asynchronous"],
-    "NODE_SIZE": ["0", "2,0", "2,,1", "2,", "-1", "x", "1.5", "2;1"],
-    "NODE_MAP": ["0,-1", "a,b", "0,,1", "0 1"],
-    "CHECK": ["-1", "yes", "1.5", "all"],
-    "CHUNK_BYTES": ["0", "63", "-1", "1k", "1024,2048", "1e9"],
+    "NODE_SIZE": ["0", "2,0", "2,,1", "2,", "-1", "x", "1.5", "2;1", LONG],
+    "NODE_MAP": ["0,-1", "a,b", "0,,1", "0 1", LONG],
+    "CHECK": ["-1", "yes", "1.5", "all", LONG],
+    "CHUNK_BYTES": ["0", "63", "-1", "1k", "1024,2048", "1e9", LONG],
     "SHARE_DEVICES": ["2", "yes", "no"],
 }
 
@@ -113,6 +117,8 @@ STEP = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_JOB_ID": "7", "SLURM_LO
         ({**STEP, **PMI}, ("PMI_SIZE", 5, 0, False)),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, None),
         ({"PMI_SIZE": "x", "PMI_RANK": "0"}, None),
+        ({"PMI_SIZE": LONG, "PMI_RANK": "0"}, None),
+        ({**STEP, "SLURM_STEP_ID": LONG}, None),
         ({"SLURM_NTASKS": "", "SLURM_PROCID": ""}, None),
     ],
 )

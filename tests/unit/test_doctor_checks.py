@@ -132,6 +132,9 @@ def test_missing_ranks_are_named() -> None:
     assert "20 s" in line.found
 
 
+SPARED = ("FI_PROVIDER", "^sockets,udp")
+
+
 def two_hosts(**changes: Any) -> Line:
     """The line on the way between two hosts."""
     return line_of("network.path", a_rank(0, **changes), a_rank(1, host="n1", first_on_host=1, **changes))
@@ -147,7 +150,13 @@ def test_the_way_between_hosts() -> None:
         line = two_hosts(**rdma, variables={name: value})
         assert line.status == "warn", line
         assert f"unset {name}" in line.mend
-    for name, value in (("FI_PROVIDER", "verbs"), ("UCX_TLS", "rc,tcp"), ("OMPI_MCA_btl", "^tcp"), ("UCX_TLS", "all")):
+    for name, value in (
+        ("FI_PROVIDER", "verbs"),
+        ("UCX_TLS", "rc,tcp"),
+        ("OMPI_MCA_btl", "^tcp"),
+        ("UCX_TLS", "all"),
+        SPARED,
+    ):
         assert two_hosts(**rdma, variables={name: value}).status == "not checked", value
 
 
@@ -173,6 +182,19 @@ def test_rdma_devices_are_read_from_the_kernel(tmp_path: Path) -> None:
 )
 def test_nccl_socket_ifname(setting: str, left: list[str]) -> None:
     assert named_interfaces(setting, ["lo", "eth0", "eth1", "ib0"]) == left
+
+
+@pytest.mark.parametrize(
+    ("there", "named"),
+    [
+        ({"lo": ["127.0.0.1"], "eth0": [], "eth1": ["192.0.2.7"]}, "eth1"),
+        ({"lo": [], "eth0": []}, "eth0"),
+        ({"lo": []}, "lo"),
+    ],
+)
+def test_the_interface_that_is_likely_meant(there: dict[str, list[str]], named: str) -> None:
+    rank = a_rank(0, variables={"NCCL_SOCKET_IFNAME": "ib"}, interfaces=there)
+    assert line_of("network.nccl_interface", rank).mend.endswith(f"NCCL_SOCKET_IFNAME={named}")
 
 
 def test_interfaces_of_this_machine() -> None:

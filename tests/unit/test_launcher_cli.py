@@ -146,10 +146,13 @@ def test_help_names_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_mpi4py_is_one_line_naming_the_command(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(flavour_module.importlib.util, "find_spec", lambda _name: None)
-    assert main(["run", "-n", "2", str(script)]) == 2
+    # What --env gives the ranks is where mpi4py is looked for, too.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.path = [p for p in sys.path if 'site-packages' not in p]\n"
+    )
+    assert main(["run", "-n", "2", "--env", f"PYTHONPATH={tmp_path}", str(script)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no mpi4py" in line
     assert "pip install 'ncclcomm[mpich]'" in line
@@ -220,7 +223,7 @@ def test_launcher_of_another_mpi_is_refused_by_name(
 ) -> None:
     offered = SAID[other]
     mpiexec = executable(tmp_path / "bin" / "mpiexec", f"echo '{offered}'")
-    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda: (loaded, ""))
+    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda _environ: (loaded, ""))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with pytest.raises(BackendUnavailableError) as raised:
@@ -233,7 +236,7 @@ def test_launcher_of_another_mpi_is_refused_by_name(
 def test_the_matching_launcher_is_taken_from_further_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executable(tmp_path / "first" / "mpiexec", "echo 'HYDRA build details:'")
     second = executable(tmp_path / "second" / "mpiexec", "echo 'mpiexec (Open MPI) 5.0.11'")
-    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda: (OPENMPI, ""))
+    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda _environ: (OPENMPI, ""))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'first'}{os.pathsep}{tmp_path / 'second'}")
     assert find_launcher().mpiexec == str(second)
@@ -242,14 +245,14 @@ def test_the_matching_launcher_is_taken_from_further_back(tmp_path: Path, monkey
 def test_a_launcher_may_bear_the_name_of_its_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executable(tmp_path / "bin" / "mpiexec", "echo 'mpiexec (Open MPI) 4.1.4'")
     other = executable(tmp_path / "bin" / "mpiexec.mpich", "exit 9")
-    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda: (MPICH, ""))
+    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda _environ: (MPICH, ""))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert find_launcher().mpiexec == str(other)
 
 
 def test_no_launcher_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda: (MPICH, ""))
+    monkeypatch.setattr(flavour_module, "_ask_mpi4py", lambda _environ: (MPICH, ""))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BackendUnavailableError, match="no mpiexec is beside"):

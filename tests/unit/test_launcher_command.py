@@ -132,6 +132,9 @@ def test_hosts_of_mpich() -> None:
     # MPICH would lose the last entry of its environment.
     last = ("env", "-u", "NCCLCOMM_LAST", "NCCLCOMM_LAST=1")
     assert command.argv[:7] == (*last, "/some where/mpiexec", "-genvlist", "FI_PROVIDER,PATH,X")
+    # It leaves tcp, and what InfiniBand and others have, on every host.
+    assert command.variables["FI_PROVIDER"] == "^sockets,udp"
+    assert "FI_PROVIDER" not in build(MPICH, places=TWO[:1], ssh=SSH).variables
     assert command.argv[-len(RUNS) - 2 :] == ("-n", "3", *RUNS)
 
 
@@ -151,7 +154,7 @@ def test_hosts_of_intelmpi_with_equal_numbers() -> None:
     command = build(INTELMPI, places=TWO, ssh=SSH)
     assert (option(command, "-hosts"), option(command, "-ppn"), option(command, "-n")) == ("h1,h2", "2", "3")
     assert command.variables["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"].startswith("-p 22 -o BatchMode=yes ")
-    assert command.variables["FI_PROVIDER"] == "tcp"
+    assert "FI_PROVIDER" not in command.variables  # it takes tcp by itself
 
 
 def test_hosts_of_intelmpi_with_uneven_numbers() -> None:

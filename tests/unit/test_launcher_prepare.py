@@ -12,9 +12,10 @@ import pytest
 
 from ncclcomm.cli import main
 from ncclcomm.errors import BackendUnavailableError
-from ncclcomm.launcher import machine, prepare
+from ncclcomm.launcher import machine, prepare, run
 from ncclcomm.launcher.command import CHILD, OPENMPI
-from ncclcomm.launcher.machine import count_gpus, fast_network, physical_cores
+from ncclcomm.launcher.flavour import guess_launcher
+from ncclcomm.launcher.machine import count_gpus, physical_cores
 
 Dry = Callable[..., list[str]]
 Refused = Callable[..., str]
@@ -38,7 +39,6 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         program(tmp_path / "bin" / name, "exit 9")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(prepare, "fast_network", lambda: False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.py").write_text("")
 
@@ -150,8 +150,14 @@ def test_env_wins_over_the_environment(dry: Dry) -> None:
         (["--ranks-per-node", "2"], {}, "-n 3 is more than --ranks-per-node 2 on this host alone"),
         (["--hosts", "h1", "--ssh", "no-such-ssh"], {}, "--ssh 'no-such-ssh': there is no command 'no-such-ssh'"),
         (["--hosts", "h1", "--ssh", "ssh 'x"], {}, "is no command: No closing quotation"),
-        (["--hosts", "h1", "--ssh", "ssh -o 'a b'"], {}, "without spaces"),
+        (["--hosts", "h1", "--ssh", "ssh -o 'a b'"], {}, "'a b' holds a space"),
+        (["--hosts", "h1", "--ssh", "'a b/ssh'"], {}, "a b/ssh' holds a space"),
         (["--hosts", "h1", "--ssh", ""], {}, "--ssh '': expected words"),
+        (["--hosts", "h1", "--ssh", "ssh ''"], {}, "expected words that are not empty"),
+        (["--ssh", "ssh -p 9"], {}, "--ssh 'ssh -p 9' reaches other hosts, and none is named"),
+        (["--mpi", "pmix", "--dry-run"], {}, "--mpi pmix is srun's, and ranks are started by"),
+        (["--mpi", "pmix", "--hosts", "h1", "--dry-run"], JOB, "--mpi pmix is srun's"),
+        (["--env", "NCCLCOMM_DEVICES_PER_RANK=1"], {"CUDA_VISIBLE_DEVICES": "0"}, "='0' shows 1 devices"),
         (["--hosts", "h1"], {"NCCLCOMM_SSH": "'"}, 'NCCLCOMM_SSH "\'" is no command'),
         (["--devices-per-rank", "1"], {"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES='0,1' shows 2 devices"),
         (["--devices-per-rank", "1"], {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' shows 0 devices"),
@@ -167,6 +173,7 @@ def test_env_wins_over_the_environment(dry: Dry) -> None:
 def test_refused_in_one_line(
     refused: Refused, tmp_path: Path, options: list[str], environ: dict[str, str], said: str
 ) -> None:
+    program(tmp_path / "a b" / "ssh", "exit 9")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     assert said in refused("-n", "3", *options, **environ)
 
@@ -207,13 +214,13 @@ def test_srun_demanded_where_it_has_no_type(
     refused: Refused, srun: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     srun("none pmi2")
-    monkeypatch.setattr(prepare, "find_flavour", lambda: OPENMPI)
+    monkeypatch.setattr(prepare, "find_flavour", lambda environ: OPENMPI)
     assert "srun --mpi=list has no type for Open MPI" in refused("-n", "5", "--launcher", "srun", **JOB)
 
 
 def test_no_srun_on_path(dry: Dry, refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(prepare, "find_flavour", lambda: OPENMPI)
+    monkeypatch.setattr(prepare, "find_flavour", lambda environ: OPENMPI)
     assert "-launcher slurm -hosts n1:4,n2:1 -n 5 " in shlex.join(dry("-n", "5", **JOB))
     assert "there is no srun on PATH" in refused("-n", "5", "--launcher", "srun")
 
@@ -244,16 +251,47 @@ def test_physical_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert physical_cores(tmp_path / "nothing there") == 5
 
 
-def test_fast_network(tmp_path: Path) -> None:
-    assert not fast_network(tmp_path)
-    (tmp_path / "class/infiniband").mkdir(parents=True)
-    assert not fast_network(tmp_path)
-    (tmp_path / "class/infiniband/mlx5_0").mkdir()
-    assert fast_network(tmp_path)
-
-
 def test_gpus_are_counted_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert count_gpus({**os.environ, "NCCLCOMM_DEVICES": "host:3"}) == 0
     with pytest.raises(BackendUnavailableError, match=r"can't be counted: .*NCCLCOMM_DEVICES"):
         count_gpus({**os.environ, "NCCLCOMM_DEVICES": "tpu"})
+
+
+@pytest.mark.parametrize("line", ["print('hello')", "import atexit; atexit.register(print, 'bye')"])
+def test_gpus_are_counted_where_python_prints_lines_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.undo()
+    (tmp_path / "sitecustomize.py").write_text(f"{line}\n")
+    environ = {**os.environ, "NCCLCOMM_DEVICES": "host", "PYTHONPATH": str(tmp_path)}
+    if "bye" in line:
+        with pytest.raises(BackendUnavailableError, match="printed 'bye', not a number"):
+            count_gpus(environ)
+    else:
+        assert count_gpus(environ) == 0
+
+
+def test_devices_per_rank_of_another_job_are_dropped(dry: Dry, monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = {"NCCLCOMM_DEVICES_PER_RANK": "4", "CUDA_VISIBLE_DEVICES": "0"}
+    assert "NCCLCOMM_DEVICES_PER_RANK=" in dry("-n", "1", **outer)
+    assert "NCCLCOMM_DEVICES_PER_RANK=1" in dry("-n", "1", "--devices-per-rank", "1")
+    assert "NCCLCOMM_DEVICES_PER_RANK=1" in dry("-n", "1", "--env", "NCCLCOMM_DEVICES_PER_RANK=1")
+
+
+def test_the_folder_goes_by_its_name_in_the_shell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def look(_hosts: object, *, folder: str, **_more: object) -> list[str]:
+        seen.append(folder)
+        return ["host h1 is not there"]
+
+    seen: list[str] = []
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setattr(run, "check_hosts", look)
+    monkeypatch.setattr(prepare, "find_launcher", lambda environ: guess_launcher())
+    for named in ("link", ".", "elsewhere"):
+        monkeypatch.setenv("PWD", named if named == "." else str(tmp_path / named))
+        assert main(["run", "-n", "1", "--hosts", "h1", "p.py"]) == 2
+    assert seen == [str(tmp_path / "link"), str(tmp_path), str(tmp_path)]
+    assert capsys.readouterr().err == "ncclcomm run: host h1 is not there\n" * 3

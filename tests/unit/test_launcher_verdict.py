@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -68,6 +69,23 @@ def test_the_first_report_explains_what_is_heard_before_its_ranks_end(
     fail(verdict, first, 3)
     assert verdict.status("mpiexec", 14) == 3
     assert capsys.readouterr().err == "ncclcomm run: rank 2 on host h2 exited with status 3\nroot cause\n"
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(rank: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = Verdict(1, names_hosts=False)
+    fail(verdict, rank(0), 168, 40)
+    assert verdict.status("mpiexec", 1) == 168
+    assert capsys.readouterr().err == "ncclcomm run: rank 0 was killed by signal 40\n"
+
+
+def test_without_a_stderr_nothing_is_written(
+    rank: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    verdict = Verdict(1, names_hosts=False)
+    fail(verdict, rank(0, "Traceback"), 7)
+    assert verdict.status("mpiexec", 1) == 7
+    assert capsys.readouterr().out == ""
 
 
 def test_a_report_without_an_end_is_shown(rank: Make, capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,7 +201,8 @@ class RawNcclDevices(_RawNccl):
     def _broadcast(self, case: Case) -> Call:
         source, calls = case.sends[case.root], []
         for comm, stream, target in zip(self._comms, self._streams, case.recvs, strict=True):
-            arguments = source.data.ptr, target.data.ptr, source.nbytes, nccl.NCCL_UINT8, case.root, stream
+            pointer = (source if target is None else target).data.ptr
+            arguments = source.data.ptr, pointer, source.nbytes, nccl.NCCL_UINT8, case.root, stream
             calls.append(partial(comm.broadcast, *arguments))
         return self._grouped(calls)
 
@@ -209,6 +210,8 @@ class RawNcclDevices(_RawNccl):
         source, calls, word = case.sends[case.root], [], nccl.NCCL_UINT8
         root, root_stream = self._comms[case.root], self._streams[case.root]
         for member, (comm, stream, target) in enumerate(zip(self._comms, self._streams, case.recvs, strict=True)):
+            if target is None:
+                continue
             pointer = source.data.ptr + member * target.nbytes
             calls.append(partial(root.send, pointer, target.nbytes, word, member, root_stream))
             calls.append(partial(comm.recv, target.data.ptr, target.nbytes, word, case.root, stream))

@@ -34,7 +34,8 @@ class RawNumpy(Peer):
             raise Absent("it is timed on virtual devices of one process")
 
     def _broadcast(self, case: Case) -> Call:
-        source, targets = _plain(case.sends)[case.root], _plain(case.recvs)
+        source = _plain(case.sends)[case.root]
+        targets = [target for target in _plain(case.recvs) if target is not None]
 
         def broadcast() -> None:
             for target in targets:
@@ -44,7 +45,8 @@ class RawNumpy(Peer):
 
     def _scatter(self, case: Case) -> Call:
         source, targets = _plain(case.sends)[case.root], _plain(case.recvs)
-        pairs = list(zip(targets, np.split(source, len(targets)), strict=True))
+        parts = zip(targets, np.split(source, len(targets)), strict=True)
+        pairs = [(target, part) for target, part in parts if target is not None]
 
         def scatter() -> None:
             for target, part in pairs:

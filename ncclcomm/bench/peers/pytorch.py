@@ -61,18 +61,24 @@ class TorchComm(Peer):
         return _has(case.row.dtype)
 
     def results(self, case: Case, returned: Any) -> tuple[Any, ...]:
-        """See Peer.results; reduce_add alone can't fill a buffer."""
-        if case.row.op.name != "reduce_add":
-            return case.recvs
+        """See Peer.results; reduce_add can't fill a buffer, and fresh broadcasts and scatters keep the root's own."""
         import cupy
 
-        return tuple(cupy.asarray(returned) if member == case.root else None for member in case.members)
+        if case.row.op.name == "reduce_add":
+            return tuple(cupy.asarray(returned) if member == case.root else None for member in case.members)
+        if case.fresh and case.row.op.keeps:
+            return tuple(cupy.asarray(tensor) for tensor in returned)
+        return case.recvs
 
     def _broadcast(self, case: Case) -> Call:
+        if case.fresh:
+            return partial(self._comm.broadcast, _tensor(case.sends[case.root]), list(case.members))
         outs = [_tensor(recv) for recv in case.recvs]
         return partial(self._comm.broadcast, _tensor(case.sends[case.root]), out=outs)
 
     def _scatter(self, case: Case) -> Call:
+        if case.fresh:
+            return partial(self._comm.scatter, _tensor(case.sends[case.root]), list(case.members))
         outs = [_tensor(recv) for recv in case.recvs]
         return partial(self._comm.scatter, _tensor(case.sends[case.root]), out=outs)
 
