@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flavours import COMMON_FLAVOURS, Flavour, find, skipped_components
+
+# A shell without job control has what it runs in the background ignore Ctrl-C, which programs under test would inherit.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RANK_TESTS = Path(__file__).parent / "ranks"
 
