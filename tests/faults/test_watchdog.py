@@ -170,14 +170,15 @@ def test_close_waits_for_all_unchecked_too(flavour: Flavour, tmp_path: Path) -> 
 if comm.rank == 2:
     while not os.path.exists(os.environ["SIGNAL"]):
         time.sleep(0.01)
-    os.write(1, b"late\\n")
+    open(os.environ["LATE"], "w").close()
 if comm.rank == 0:
     open(os.environ["SIGNAL"], "w").close()
 comm.close()
-os.write(1, b"closed\\n")
+os.write(1, f"closed after the last had come: {os.path.exists(os.environ['LATE'])}\\n".encode())
 """
-    ended, _ = run_program(flavour, tmp_path, body, init="check=False", SIGNAL=str(tmp_path / "signal"))
-    assert (ended.returncode, ended.stdout) == (0, "late\n" + "closed\n" * 3), ended.stderr
+    files = {"SIGNAL": str(tmp_path / "signal"), "LATE": str(tmp_path / "late")}
+    ended, _ = run_program(flavour, tmp_path, body, init="check=False", **files)
+    assert (ended.returncode, ended.stdout) == (0, "closed after the last had come: True\n" * 3), ended.stderr
 
 
 @pytest.mark.flavours("mpich")
