@@ -17,7 +17,7 @@
 # mpiexec's; 1 if a host is lost; 2 if nothing was started. No process of the job outlives it on a host that is reached.
 set -euo pipefail
 
-readonly CHECK_S=20 GRACE_S=3
+readonly CHECK_S=20 GRACE_S=3 CHILDLESS_S=3
 # A host that does not answer is given up after 9 to 12 s. In `--ssh`, the same options with other values win.
 readonly SSH_OPTIONS="-o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=3 -o ServerAliveCountMax=3"
 
@@ -226,6 +226,42 @@ watch() {
 # reason HOST: the last thing that ssh said.
 reason() { tail -n 1 "$work/$1.err" | grep . || echo "${agent_words[0]} ended with status $(<"$work/$1.end")"; }
 
+# is_alone PID: whether a process has no child that lives.
+is_alone() {
+    local file children child stat
+    for file in /proc/"$1"/task/*/children; do
+        read -ra children <"$file" || true
+        for child in "${children[@]}"; do
+            ! { read -r stat <"/proc/$child/stat"; } 2>/dev/null || [[ $stat == *") Z "* ]] || return 1
+        done
+    done
+}
+
+# has_ranks: whether a rank lives on some host, as far as the hosts can be asked.
+has_ranks() {
+    local host find='grep -sl "NCCLCOMM_LAUNCH_ID=$1" /proc/[0-9]*/environ | xargs -r grep -sl "^OMPI_COMM_WORLD_RANK=" -z'
+    for host in "${used[@]}"; do
+        [[ -z $("${agent_words[@]}" "$host" "sh -c$(quoted "$find" find "$launch_id")" 2>&1 </dev/null) ]] || return 0
+    done
+    return 1
+}
+
+# end_hung PID: kill an mpiexec that has no ranks any more and does not end. Open MPI 5.0's has a deadlock after MPI_Abort.
+end_hung() {
+    local began=0 childless=0 wait_s=$CHILDLESS_S
+    while [[ -e $work/job ]]; do
+        read -r -t 1 -u "$events" _ || true
+        if ! is_alone "$1"; then began=1 childless=0 && continue; fi 2>/dev/null
+        ((began && ++childless >= wait_s)) || continue
+        if ! has_ranks; then
+            [[ ! -e $work/job ]] || { touch "$work/hung" && kill -KILL "$1"; }
+            return
+        fi
+        # Ranks that its ssh left behind go on.
+        childless=0 wait_s=30
+    done
+}
+
 watches=()
 for host in "${used[@]}"; do
     (exec {hold}>&- && watch "$host") 2>/dev/null &
@@ -253,7 +289,7 @@ done
 printf '+'
 printf ' %q' "${settings[@]}" "${command[@]}"
 printf '\n'
-caught=0 status=0
+caught=0 status=0 guard=''
 NCCLCOMM_LAUNCH_ID=$launch_id "${command[@]}" <&0 {hold}>&- {events}>&- &
 job=$!
 trap 'caught=2; stop_job "$job"' INT
@@ -262,7 +298,12 @@ trap 'caught=1; stop_job "$job"' HUP
 echo "$job" >"$work/job"
 # One that broke before there was a job to end.
 ! compgen -G "$work/*.end" >/dev/null || stop_job "$job"
+if [[ $version == *"(Open MPI) 5"* ]]; then
+    (exec {hold}>&- && end_hung "$job") 2>/dev/null &
+    guard=$!
+fi
 wait "$job" || status=$?
+[[ -z $guard ]] || kill "$guard" 2>/dev/null || true
 rm "$work/job"
 exec {hold}>&-
 wait "${watches[@]}" || true
@@ -274,5 +315,8 @@ for host in "${used[@]}"; do
     *) say "host $host was lost: $(reason "$host")" && status=1 ;;
     esac
 done
+if [[ -e $work/hung ]]; then
+    say "all ranks have ended, but mpiexec did not, and was killed: how the ranks ended is not known" && status=1
+fi
 ((!caught)) || status=$((128 + caught))
 exit "$status"

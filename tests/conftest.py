@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
-from flavours import COMMON_FLAVOURS, Flavour, find, skipped_components
+from flavours import COMMON_FLAVOURS, FAULTS_OF_OPENMPI, Flavour, find, skipped_components
 
 # A shell without job control has what it runs in the background ignore Ctrl-C, which programs under test would inherit.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+RUNS = 3
+"""How often a test is run, at the most."""
 RANK_TESTS = Path(__file__).parent / "ranks"
 
 # The same tests on every machine; those of GPUs ask for the CUDA backend themselves.
@@ -46,6 +49,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def flavour(request: pytest.FixtureRequest) -> Flavour:
     """One MPI flavour after another: `.run(n, argv)` starts ranks under a deadline, and leaves nothing of them."""
     return find(request.param)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a test again that a known fault of Open MPI's spoiled."""
+    if item.config.getoption("with_mpi", default=False):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for run in range(RUNS):
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        failures = [report.longreprtext for report in reports if report.failed]
+        if run == RUNS - 1 or not any(fault in text for fault in FAULTS_OF_OPENMPI for text in failures):
+            break
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 @pytest.hookimpl(trylast=True)

@@ -25,6 +25,7 @@ import pytest
 
 __all__ = [
     "COMMON_FLAVOURS",
+    "FAULTS_OF_OPENMPI",
     "FLAVOURS",
     "Flavour",
     "find",
@@ -37,6 +38,14 @@ __all__ = [
 COMMON_FLAVOURS = ("mpich", "openmpi")
 """What a test with the `flavour` fixture runs on unless it is marked: `pytest.mark.flavours(*FLAVOURS)`."""
 FLAVOURS = (*COMMON_FLAVOURS, "intelmpi")
+PRTERUN_HUNG = "Open MPI's mpiexec alone is left"
+"""It waits for a lock in PMIx_server_finalize, after 1 of 100 calls of MPI_Abort over two hosts on a busy machine."""
+FAULTS_OF_OPENMPI = ("mca_pml_ob1_recv_frag_callback_match", PRTERUN_HUNG)
+"""What a test says that Open MPI 5.0 spoiled, which is run again then.
+
+The first is where 1 of 70 starts under srun --mpi=pmix over two nodes crashes: a rank that left MPI_Init's fence sends
+before another has set up MPI_COMM_WORLD (open-mpi/ompi issue 12495).
+"""
 DEADLINE_S = 120.0
 _JOB = "NCCLCOMM_TEST_JOB"
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPIR_", "I_MPI_", "MPI_LOCAL", "SLURM_")
@@ -86,6 +95,19 @@ def _pids_of(job: str) -> list[int]:
         except OSError:
             continue  # it ended meanwhile, or is another user's
     return found
+
+
+def _names_of(pids: Sequence[int]) -> set[str]:
+    """The names of those processes that live."""
+    names = set()
+    for pid in pids:
+        try:
+            name, state = Path(f"/proc/{pid}/stat").read_text().split("(", 1)[1].rsplit(") ", 1)
+        except OSError:
+            continue  # it ended meanwhile
+        if not state.startswith("Z"):
+            names.add(name)
+    return names
 
 
 def _kill_job(job: str, limit_s: float = 10.0) -> None:
@@ -158,7 +180,10 @@ def run_tree(
             status = process.wait(timeout_s)
             trouble = _survivors(job, 5.0) and "left processes behind"
         except subprocess.TimeoutExpired:
-            status, trouble = None, f"did not end within {timeout_s:g} s"
+            names = _names_of(_pids_of(job))
+            status, trouble = None, f"did not end within {timeout_s:g} s; left: {', '.join(sorted(names))}"
+            if names == {"prterun"}:
+                trouble = PRTERUN_HUNG
         finally:
             _kill_job(job)
             process.wait()
@@ -170,8 +195,11 @@ def run_tree(
 
 
 def clean_env() -> dict[str, str]:
-    """This process's environment without what an MPI launcher or SLURM put there, and with one thread a rank."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
+    """This process's environment without what an MPI launcher or SLURM put there, and with one thread a rank.
+
+    And without PYTHONUNBUFFERED, by which a print of several words writes each alone, between those of other ranks.
+    """
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES) and k != "PYTHONUNBUFFERED"}
     return {**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

@@ -18,12 +18,10 @@ from cluster.fake_hosts import Hosts
 from flavours import Flavour, clean_env, missing
 
 __all__ = [
-    "CRASH_IN_INIT",
     "PMI",
     "ROOT",
     "SCRIPTS",
     "SECONDS",
-    "STARTS",
     "TELL",
     "Ended",
     "Slurm",
@@ -39,12 +37,6 @@ SECONDS = 20.0
 """What "in seconds" means for the end of a job, on a busy machine."""
 PMI = {"mpich": "pmi2", "openmpi": "pmix", "intelmpi": "pmi2"}
 """What each flavour needs as srun's --mpi."""
-
-STARTS = 3
-"""How often a test runs whose job Open MPI spoils."""
-CRASH_IN_INIT = "mca_pml_ob1_recv_frag_callback_match"
-"""Open MPI 5.0 under srun --mpi=pmix crashes there in 1 of 70 starts over two nodes: a rank that left MPI_Init's fence
-sends before another has set up MPI_COMM_WORLD (open-mpi/ompi issue 12495). Under its own mpiexec: in 0 of 70."""
 
 _UNENDED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 _PACKAGES = {

@@ -61,7 +61,7 @@ MPI.COMM_WORLD.Barrier()
 
 def environment(mark: str) -> dict[str, str]:
     """A shell's environment, without the settings that the launcher has to make, and with a mark to find survivors."""
-    environ = {k: v for k, v in clean_env().items() if not k.startswith(("NCCLCOMM_JOB", "PYTHONUNBUFFERED"))}
+    environ = {k: v for k, v in clean_env().items() if not k.startswith("NCCLCOMM_JOB")}
     return {**environ, "PYTHONPATH": str(ROOT), MARK: mark}
 
 
