@@ -302,7 +302,8 @@ if [[ $version == *"(Open MPI) 5"* ]]; then
     (exec {hold}>&- && end_hung "$job") 2>/dev/null &
     guard=$!
 fi
-wait "$job" || status=$?
+# Without what bash says of one that was killed.
+wait "$job" 2>/dev/null || status=$?
 [[ -z $guard ]] || kill "$guard" 2>/dev/null || true
 rm "$work/job"
 exec {hold}>&-

