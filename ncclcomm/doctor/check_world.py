@@ -8,10 +8,10 @@ from typing import Any
 from ncclcomm.doctor.facts import RankFacts
 from ncclcomm.doctor.findings import Findings, by_value, on_ranks
 from ncclcomm.doctor.lines import Line, failed, not_checked, passed, warned
-from ncclcomm.launcher.command import OPENMPI
+from ncclcomm.launcher.command import MPICH, OPENMPI
 from ncclcomm.topology import format_ranks
 
-__all__ = ["MPI_INIT", "check_world", "launcher_misfits"]
+__all__ = ["MPI_INIT", "check_world", "launcher_misfits", "mixes_threads"]
 
 MPI_INIT = "MPI_Init"
 """The step in which ranks find each other."""
@@ -39,6 +39,11 @@ def launcher_misfits(fact: RankFacts) -> bool:
     started, loaded = fact.launcher_flavour, fact.mpi_flavour
     # MPICH and what descends from it understand each other's launchers.
     return bool(started and loaded) and (started == OPENMPI) != (loaded == OPENMPI)
+
+
+def mixes_threads(found: Findings) -> bool:
+    """True if ranks of MPICH have different thread levels, some of whose messages then never arrive (5.0.2 does so)."""
+    return found.here.mpi_flavour == MPICH and len({fact.threads for fact in found.ranks}) > 1
 
 
 def _start_again(found: Findings) -> str:
@@ -151,12 +156,14 @@ def _threads(found: Findings) -> Line:
     if not found.here.threads:
         return not_checked(name, "MPI was not started")
     few = [fact for fact in found.ranks if fact.threads != "multiple"]
+    mend = "unset MPI4PY_RC_THREADS and MPI4PY_RC_THREAD_LEVEL, or use an MPI built with MPI_THREAD_MULTIPLE"
+    if mixes_threads(found):
+        groups = by_value(found.ranks, lambda fact: fact.threads)
+        told = "; ".join(f"{on_ranks(members)}: {level}" for level, members in groups)
+        return failed(name, f"ranks have different thread levels, with which MPICH hangs: {told}", mend)
     if few:
-        return warned(
-            name,
-            f"{on_ranks(few)}: MPI gives threads={few[0].threads}, so that a watchdog can't end a job by MPI_Abort",
-            "unset MPI4PY_RC_THREADS and MPI4PY_RC_THREAD_LEVEL, or use an MPI built with MPI_THREAD_MULTIPLE",
-        )
+        text = f"{on_ranks(few)}: MPI gives threads={few[0].threads}, so that a watchdog can't end a job by MPI_Abort"
+        return warned(name, text, mend)
     return passed(name, "MPI_THREAD_MULTIPLE")
 
 

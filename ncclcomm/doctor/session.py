@@ -13,7 +13,7 @@ from typing import Any
 
 from ncclcomm.doctor.check_node import lacks_shared_memory
 from ncclcomm.doctor.check_trials import TRIALS
-from ncclcomm.doctor.check_world import MPI_INIT, launcher_misfits
+from ncclcomm.doctor.check_world import MPI_INIT, launcher_misfits, mixes_threads
 from ncclcomm.doctor.facts import RankFacts, gather_facts
 from ncclcomm.doctor.findings import Findings
 from ncclcomm.doctor.guard import Guard
@@ -116,11 +116,12 @@ def _refuse(found: Findings, reason: str) -> Session:
 
 def _init_mend(facts: RankFacts) -> str:
     """What to type where MPI_Init hangs or dies."""
+    mine = f"this rank loads {facts.mpi_library}, as all must"
     if facts.promised is not None and facts.promised["by_srun"]:
-        return "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI), whichever `srun --mpi=list` shows"
+        return f"{mine}; srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI), whichever `srun --mpi=list` shows"
     return (
-        "start with the mpiexec of the MPI that mpi4py loads (ncclcomm doctor, without a launcher, names it); between "
-        "hosts, look for a firewall"
+        f"{mine}; start with the mpiexec of that MPI (ncclcomm doctor, without a launcher, names it); between hosts, "
+        "look for a firewall"
     )
 
 
@@ -255,6 +256,8 @@ def _why_no_trials(found: Findings) -> str:
         return "ranks have different versions of ncclcomm"
     if len({fact.mpi_library for fact in found.ranks}) > 1:
         return "ranks load different MPI libraries"
+    if mixes_threads(found):
+        return "ranks have different thread levels (see mpi.threads)"
     return ""
 
 

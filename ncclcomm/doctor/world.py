@@ -55,6 +55,16 @@ def _loaded_library() -> str:
         return next((word for line in file for word in line.split()[5:6] if "/libmpi" in word), "")
 
 
+def _start(mpi: Any) -> None:
+    """MPI_Init as the import of mpi4py.MPI makes it in a program, whose options and variables say what threads may."""
+    import mpi4py
+
+    if mpi4py.rc.threads in (False, "no"):
+        mpi.Init()
+    else:
+        mpi.Init_thread(getattr(mpi, f"THREAD_{mpi4py.rc.thread_level}".upper(), mpi.THREAD_MULTIPLE))
+
+
 class World:
     """All ranks, as MPI sees them.
 
@@ -70,7 +80,7 @@ class World:
         if not mpi.Is_initialized():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                mpi.Init_thread()
+                _start(mpi)
         self.comm = mpi.COMM_WORLD
         self.rank = facts.rank = self.comm.Get_rank()
         self.size = facts.size = self.comm.Get_size()

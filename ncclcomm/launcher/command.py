@@ -57,7 +57,7 @@ class Plan:
     size: int
     """Number of ranks, 1 or more."""
     cores: int
-    """Cores that ranks may use on each host."""
+    """Cores that ranks may use on this host; of other hosts it is taken to be true until they are asked."""
     is_root: bool
     environ: Mapping[str, str]
     """The user's environment; variables set there are left as they are."""
@@ -81,8 +81,13 @@ class Plan:
 
     @property
     def crowded(self) -> bool:
-        """Whether some host has more ranks than cores."""
-        return max((place.ranks for place in self.places), default=self.size) > self.cores
+        """Whether some host has more ranks than cores.
+
+        One answer for all hosts: ranks that choose different networks of MPICH can't talk to each other.
+        """
+        if not self.places:
+            return self.size > self.cores
+        return any(at.ranks > (self.cores if at.cores is None else at.cores) for at in self.places)
 
     def spread(self, own: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
         """The command's variables: what is wanted unless the user has set it, then the launcher's own, then --env's."""

@@ -30,6 +30,8 @@ class Place:
 
     host: str
     ranks: int
+    cores: int | None = None
+    """Cores that ranks may use there; None where nobody has asked."""
 
 
 def parse_hosts(text: str, where: str = "--hosts") -> tuple[Host, ...]:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ncclcomm import config
@@ -61,7 +62,7 @@ def make_plan(args: argparse.Namespace, program: list[str], environ: Mapping[str
         python=sys.executable,
         program=tuple(program),
         size=size,
-        cores=min(job.cpus_per_node) if job and job.cpus_per_node else len(os.sched_getaffinity(0)),
+        cores=len(os.sched_getaffinity(0)),
         is_root=os.geteuid() == 0,
         environ=environ,
         settings=settings,
@@ -130,7 +131,9 @@ def _place_in_job(job: Allocation, args: argparse.Namespace) -> tuple[Place, ...
     tasks = job.tasks_per_node or (None,) * len(job.nodes)
     hosts = [Host(name, count) for name, count in zip(job.nodes, tasks, strict=True)]
     mend = f"ask SLURM for more in job {job.job_id}'s place, by --ntasks or --ntasks-per-node"
-    return place(hosts, args.size, args.ranks_per_node, mend)
+    places = place(hosts, args.size, args.ranks_per_node, mend)
+    cores = dict(zip(job.nodes, job.cpus_per_node or (), strict=False))
+    return tuple(replace(at, cores=cores.get(at.host)) for at in places)
 
 
 def _size_here(args: argparse.Namespace, per_rank: int, environ: Mapping[str, str]) -> int:

@@ -39,8 +39,9 @@ cd "$folder" 2>/dev/null || fail "has no folder $folder; the project must be at 
 [ -x "$python" ] || fail "has no $python; the Python environment must be at the same path on every host"
 [ -r "$child" ] || fail "has no $child; ncclcomm must be installed at the same path on every host"
 [ -z "$script" ] || [ -r "$script" ] || fail "has no file $script in $folder"
-"$python" -c "import mpi4py" >/dev/null 2>&1 </dev/null || fail "has no mpi4py that works in the environment of $python"
-echo "$id ready"
+count="import mpi4py, os; print(len(os.sched_getaffinity(0)))"
+cores=$("$python" -c "$count" 2>/dev/null </dev/null) || fail "has no mpi4py that works in the environment of $python"
+echo "$id ready $(uname -n) ${cores##*[!0-9]}"
 """
 _SWEEP = r"""
 id=$1 token=$2 end=$(($(date +%s) + 10))
@@ -60,8 +61,8 @@ def check_hosts(
     python: str,
     script: str | None,
     environ: Mapping[str, str] | None = None,
-) -> list[str]:
-    """Look at all hosts at once, whether ranks can run there; returns within 20 s.
+) -> tuple[list[str], dict[str, int]]:
+    """Look at all hosts at once, whether ranks can run there, and on how many cores; returns within 20 s.
 
     This host is looked at too, by its name in the list, as the MPI launcher may reach it in the same way.
 
@@ -74,14 +75,20 @@ def check_hosts(
         environ: the environment of ssh; None: this process's.
 
     Returns:
-        A line for each host that is not as it must be, in the order of `hosts`.
+        A line for each host that is not as it must be, in the order of `hosts`; and of the others, as far as they tell
+        it, the number of cores that a process may use there.
     """
     token = secrets.token_hex(8)
     words = [token, folder, python, CHILD, script or ""]
-    problems = []
+    problems, cores = [], {}
     for host, status, output, errors in _everywhere(hosts, ssh, _LOOK, words, _CHECK_LIMIT_S, environ):
         answers = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(f"{token} ")]
-        if "ready" in answers:
+        ready = next((answer.split() for answer in answers if answer.startswith("ready")), [])
+        if ready[2:]:  # a Python that prints lines of its own may hide the number
+            cores[host] = int(ready[2])
+            if ready[1] == os.uname().nodename:  # whose ranks MPI launchers start without ssh
+                cores[host] = min(cores[host], len(os.sched_getaffinity(0)))
+        if ready:
             continue
         if answers:
             problems.append(f"host {host} {answers[0]}")
@@ -90,7 +97,7 @@ def check_hosts(
         else:
             reason = (errors.strip().splitlines() or [f"{ssh[0]} ended with status {status}"])[-1]
             problems.append(f"host {host} can't be reached: {reason}")
-    return problems
+    return problems, cores
 
 
 def sweep_hosts(hosts: Sequence[str], *, ssh: Sequence[str], job_id: str, environ: Mapping[str, str]) -> list[str]:

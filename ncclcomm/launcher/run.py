@@ -12,6 +12,7 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -192,25 +193,32 @@ def _check_and_run(args: argparse.Namespace) -> int:
         plan = make_plan(args, program, os.environ)
     except (ArgumentError, BackendUnavailableError) as error:
         return _refuse(str(error))
-    command = build_srun(plan) if plan.step else build_mpiexec(plan)
     if args.dry_run:
-        print(command)
+        print(_command(plan))
         return 0
-    return _start(plan, command, args)
+    return _start(plan, args)
 
 
-def _start(plan: Plan, command: Command, args: argparse.Namespace) -> int:
+def _command(plan: Plan) -> Command:
+    """The command line for a plan."""
+    return build_srun(plan) if plan.step else build_mpiexec(plan)
+
+
+def _start(plan: Plan, args: argparse.Namespace) -> int:
     """Look at the hosts, then run the job."""
     try:
         tempfile.gettempdir()
     except OSError as error:
         return _refuse(f"no folder for temporary files: {error.strerror}; set TMPDIR to one that can be written")
     hosts = [at.host for at in plan.places]
-    if plan.ssh and (wrong := _look_at_hosts(plan, hosts)):
-        return _refuse(*wrong)
+    if plan.ssh:
+        wrong, cores = _look_at_hosts(plan, hosts)
+        if wrong:
+            return _refuse(*wrong)
+        plan = replace(plan, places=tuple(replace(at, cores=cores.get(at.host)) for at in plan.places))
     try:
         return run_job(
-            command,
+            _command(plan),
             size=plan.size,
             environ=os.environ,
             timeout_s=args.timeout,
@@ -223,8 +231,8 @@ def _start(plan: Plan, command: Command, args: argparse.Namespace) -> int:
         return _refuse(f"{plan.starter} cannot be started: {error}")
 
 
-def _look_at_hosts(plan: Plan, hosts: list[str]) -> list[str]:
-    """What is wrong with the hosts, a line each; leaves no process where a signal ends it."""
+def _look_at_hosts(plan: Plan, hosts: list[str]) -> tuple[list[str], dict[str, int]]:
+    """What is wrong with the hosts, a line each, and their cores; leaves no process where a signal ends it."""
     script = None if plan.program[0] == "-m" else plan.program[0]
     look = uuid.uuid4().hex
     environ = {**os.environ, "NCCLCOMM_JOB_ID": look}

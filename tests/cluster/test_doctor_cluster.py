@@ -12,7 +12,8 @@ import pytest
 from cluster.fake_hosts import Hosts
 from cluster.placed import Placed
 from cluster.slurm_fixtures import PMI, ROOT, Slurm, batch, slurm_cluster  # noqa: F401
-from faults.test_doctor_ranks import read, shim
+from faults.test_doctor_machine import RDMA
+from faults.test_doctor_ranks import DOCTOR, read, shim
 from flavours import Flavour, find
 
 
@@ -39,6 +40,42 @@ def test_an_interface_that_one_host_lacks(pair: Hosts, tmp_path: Path) -> None:
     env = {**shim(tmp_path, "os.environ['NCCL_SOCKET_IFNAME'] = 'ib'", rank=2)}
     told = read(placed.run(3, ["-m", "ncclcomm", "doctor", "--json"], env, timeout_s=60))
     told.failed("network.nccl_interface", "rank 2 on h2", "NCCL_SOCKET_IFNAME=ib")
+
+
+def test_adapters_that_mpi_is_held_away_from(hosts: Callable[[int], Hosts]) -> None:
+    own = hosts(2)
+    mount = f"{RDMA}; mkdir /sys/class/cxi /sys/class/cxi/cxi0"
+    for host in own.names:
+        assert own.exec(host, ["sh", "-euc", mount]).returncode == 0
+    placed = Placed.of(find("mpich"), own, "two and one")
+    told = read(placed.run(3, DOCTOR, {"PYTHONPATH": str(ROOT), "FI_PROVIDER": "tcp"}, timeout_s=60))
+    line = told.lines["network.path"]
+    assert line["status"] == "warn", line
+    adapters = "mlx5_0, cxi0 on h1; mlx5_0, cxi0 on h2"
+    assert line["found"] == f"FI_PROVIDER=tcp holds MPI to TCP, though there is {adapters}"
+    assert "unset FI_PROVIDER" in line["mend"]
+    assert (told.status, told.fails()) == (0, [])
+
+
+LIES = {
+    # With Open MPI: MPICH and its ranks go by PMI_RANK, and nobody reads the other.
+    "SLURM_PROCID=$((1 - SLURM_PROCID))": "rank 0 on h1 has SLURM_PROCID=1",
+    "SLURM_JOB_NODELIST=h1": "SLURM_STEP_NUM_NODES=2, but the job has 1 (h1)",
+    "SLURM_STEP_NUM_NODES= SLURM_JOB_NODELIST=h2": "ranks are on 2 hosts (h1, h2), the job has 1",
+    "SLURM_JOB_NODELIST=h[1,3]": "rank 1 on h2 is on none of the job's nodes (h1, h3)",
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_tasks_whose_variables_lie(slurm: Slurm, tmp_path: Path, lie: str) -> None:
+    flavour = find("openmpi" if "PROCID" in lie else "mpich")
+    doctor = f"'SLURMD_NODENAME= {lie} exec {flavour.python} {' '.join(DOCTOR)}'"
+    line = f"srun --mpi={PMI[flavour.name]} sh -c {doctor}"
+    options = ["--nodes=2", "--ntasks-per-node=1"]
+    ended = slurm.run(flavour, [batch(tmp_path / "doctor.sbatch", line)], cwd=tmp_path, options=options)
+    told = read(subprocess.CompletedProcess([], ended.status, ended.output, ended.output))
+    told.failed("slurm.variables", LIES[lie])
+    assert told.fails() == ["slurm.variables"]
 
 
 def test_srun_rightly_and_wrongly(slurm: Slurm, tmp_path: Path) -> None:

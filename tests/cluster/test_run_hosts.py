@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from cluster.fake_hosts import Hosts
+from cluster.run_programs import MEETS, SAVES, WAITS, program, ranks_saved, ranks_up
 from flavours import Flavour, find
 from rank_jobs import TESTS
 
@@ -27,25 +28,6 @@ END_LIMIT_S = 15.0
 LOST_LIMIT_S = 30.0
 """A silent host is given up after 9 s; mpiexec, which may wait for it for ever, some more."""
 LAUNCHERS_OWN = ("OMPI_", "PRTE_", "MPIR_", "I_MPI_", "FI_")
-
-HEAD = """
-import os, signal, socket, subprocess, sys, time
-from pathlib import Path
-from mpi4py import MPI
-world = MPI.COMM_WORLD
-"""
-SAVES = """
-def save(*_):
-    Path(f"saved-{world.rank}").touch()
-    sys.exit(0)
-signal.signal(signal.SIGTERM, save)
-"""
-WAITS = """
-world.Barrier()
-Path(f"up-{world.rank}.new").write_text(str(os.getpid()))
-os.rename(f"up-{world.rank}.new", f"up-{world.rank}")
-while True: time.sleep(1)
-"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +82,7 @@ class Runner:
             job = Running(process, output.fileno())
             try:
                 end = time.monotonic() + UP_LIMIT_S
-                while len(list(cwd.glob("up-?"))) < ranks:
+                while ranks_up(cwd) < ranks:
                     assert process.poll() is None, job.output()
                     assert time.monotonic() < end, job.output()
                     time.sleep(0.02)
@@ -135,13 +117,6 @@ def lone(hosts: Callable[[int], Hosts]) -> Runner:
     return Runner(pair, pair.start_sshd())
 
 
-def program(folder: Path, *parts: str) -> Path:
-    """A program that ranks run."""
-    path = folder / "a program.py"
-    path.write_text(HEAD + "\n".join(parts))
-    return path
-
-
 PLACES = ("--hosts", "h1:2,h2:1")
 
 
@@ -153,7 +128,7 @@ everyone = world.gather(mine)
 if world.rank == 0: Path("told").write_text(json.dumps(everyone))
 """
     args = [*PLACES, "-n", "3", "--devices-per-rank", "2", "--env", "CUDA_VISIBLE_DEVICES=GPU-a,MIG-b,2,3"]
-    done = run(flavour, *args, program(tmp_path, body), "a b", "", cwd=tmp_path)
+    done = run(flavour, *args, program(tmp_path, body, name="a program.py"), "a b", "", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rest = [str(tmp_path), ["a b", ""]]
     assert json.loads((tmp_path / "told").read_text()) == [
@@ -168,7 +143,6 @@ if world.rank == 0: Path("told").write_text(json.dumps(everyone))
     ("body", "status", "said"),
     [
         ("if world.rank == 2: raise LookupError('far away')", 1, "exited with status 1"),
-        # The others are not in MPI: Open MPI ends a job itself when it sees a connection break, and can be faster.
         ("if world.rank == 2: os.kill(os.getpid(), 9)\ntime.sleep(1000)", 137, "was killed by SIGKILL"),
     ],
     ids=["exception", "SIGKILL"],
@@ -178,7 +152,7 @@ def test_a_rank_of_the_other_host_fails(
 ) -> None:
     # Without the mark, and as a daemon, only the watcher of its rank can find it.
     leaves = "subprocess.Popen(['env', '-u', 'NCCLCOMM_JOB_ID', 'setsid', 'sleep', '1000'])"
-    file = program(tmp_path, leaves, "world.Barrier()", body, "world.Barrier()\nPath('went-on').touch()")
+    file = program(tmp_path, leaves, MEETS, body, "world.Barrier()\nPath('went-on').touch()")
     start = time.monotonic()
     done = run(flavour, *PLACES, "-n", "3", file, cwd=tmp_path)
     assert time.monotonic() - start < END_LIMIT_S
@@ -200,7 +174,7 @@ def test_a_stopped_job_may_save_its_work(run: Runner, flavour: str, tmp_path: Pa
         if not limit:
             job.process.send_signal(signal.Signals[how])
         assert job.process.wait(END_LIMIT_S) == status, job.output()
-    assert len(list(tmp_path.glob("saved-*"))) == 3
+    assert ranks_saved(tmp_path) == [0, 1, 2]
 
 
 def test_a_killed_launcher_leaves_nothing(run: Runner, flavour: Flavour, tmp_path: Path) -> None:
@@ -215,7 +189,7 @@ def test_a_host_that_goes_down_ends_the_job(lone: Runner, flavour: Flavour, tmp_
         lone.hosts.crash("h2")
         assert job.process.wait(LOST_LIMIT_S) not in (0, 124), job.output()
         assert re.search(r"ncclcomm run: .*rank 1(, 2)? on host h2 was (killed|lost)", job.output())
-    assert [path.name for path in tmp_path.glob("saved-*")] == ["saved-0"]
+    assert ranks_saved(tmp_path) == [0]
 
 
 def test_a_host_that_is_cut_off_ends_its_ranks_and_the_job(run: Runner, tmp_path: Path) -> None:
@@ -235,7 +209,7 @@ def test_a_host_that_is_cut_off_ends_its_ranks_and_the_job(run: Runner, tmp_path
         finally:
             run.hosts.exec("h2", ["ip", "link", "set", "eth0", "up"])
         assert "ncclcomm run: rank 2 on host h2 was lost: the host does not answer\n" in job.output()
-    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+    assert ranks_saved(tmp_path) == [0, 1]
 
 
 def test_hosts_that_cannot_be_reached_are_told_at_once(run: Runner, tmp_path: Path) -> None:
@@ -250,10 +224,39 @@ def test_hosts_that_cannot_be_reached_are_told_at_once(run: Runner, tmp_path: Pa
     assert not (tmp_path / "started").exists()
 
 
+def test_cores_are_those_of_each_host(lone: Runner, flavour: Flavour, tmp_path: Path) -> None:
+    whole, one = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
+    if len(whole) < 2:
+        pytest.skip("a host with fewer cores than another needs two")
+    file = tmp_path / "tell.py"
+    file.write_text("import os; open(f'at-{os.getpid()}', 'w').write(repr(dict(os.environ)))")
+    yields = "'OMPI_MCA_mpi_yield_when_idle': '1'" if flavour.name == "openmpi" else "'MPIR_CVAR_CH4_NETMOD': 'ofi'"
+    env = {k: v for k, v in lone.env(flavour).items() if not k.startswith(LAUNCHERS_OWN)}
+
+    def is_crowded(places: str, starter: set[int], h2: set[int]) -> bool:
+        """Start ranks; whether they are told to give cores away."""
+        for pid in lone.hosts.pids("h2"):
+            os.sched_setaffinity(pid, h2)
+        taskset = ["taskset", "-c", ",".join(map(str, starter))]
+        argv = [*taskset, *lone.command(flavour, "--hosts", places, "-n", "auto", file)]
+        done = lone.hosts.exec("h1", argv, env=env, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        told = {yields in path.read_text() for path in tmp_path.glob("at-*")}
+        for path in tmp_path.glob("at-*"):
+            path.unlink()
+        (same,) = told
+        return same
+
+    assert not is_crowded("h1:2,h2:2", whole, whole)
+    assert is_crowded("h1:2,h2:2", whole, {one})
+    assert not is_crowded("h2:2", {one}, whole)  # a small host may start ranks on large ones
+    assert is_crowded("h1:2", {one}, whole)  # and ssh find more cores than ranks get
+
+
 def test_what_a_host_lacks_is_told(lone: Runner, tmp_path: Path) -> None:
     mpich, folder = find("mpich"), tmp_path / "whole" / "project"
     folder.mkdir(parents=True)
-    file = program(folder, "Path('started').touch()")
+    file = program(folder, "Path('started').touch()", name="a program.py")
 
     def hide(path: Path) -> None:
         assert lone.hosts.exec("h2", ["mount", "-t", "tmpfs", "tmpfs", path]).returncode == 0

@@ -12,36 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from cluster.run_programs import MEETS, SAVES, WAITS, program, ranks_saved, ranks_up
 from cluster.slurm_fixtures import ROOT, SECONDS, Slurm, batch, slurm_cluster  # noqa: F401
 from flavours import Flavour, find, run_tree
 
 FOUR_RANKS = ("--nodes=2", "--ntasks-per-node=2")
 RUN = '"$VENV/bin/python" -m ncclcomm run'
-
-HEAD = """
-import os, signal, socket, sys, time
-from pathlib import Path
-from mpi4py import MPI
-world = MPI.COMM_WORLD
-"""
-SAVES = """
-def save(*_):
-    Path(f"saved-{world.rank}").touch()
-    sys.exit(0)
-signal.signal(signal.SIGTERM, save)
-"""
-WAITS = """
-world.Barrier()
-Path(f"up-{world.rank}").touch()
-while True: time.sleep(1)
-"""
-
-
-def program(folder: Path, *parts: str) -> Path:
-    """A program that ranks run."""
-    path = folder / "program.py"
-    path.write_text(HEAD + "\n".join(parts))
-    return path
 
 
 @contextmanager
@@ -50,15 +26,10 @@ def running(slurm: Slurm, flavour: Flavour, folder: Path, line: str) -> Iterator
     script = batch(folder / "job.sh", line)
     with slurm.running(flavour, [script], cwd=folder, options=FOUR_RANKS) as number:
         end = time.monotonic() + 60
-        while len(list(folder.glob("up-*"))) < 4:
+        while ranks_up(folder) < 4:
             assert time.monotonic() < end, slurm.output(number)
             time.sleep(0.05)
         yield number
-
-
-def ranks_saved(folder: Path) -> int:
-    """How many ranks have saved their work."""
-    return len(list(folder.glob("saved-*")))
 
 
 def test_placement_and_a_rank_that_fails(slurm: Slurm, flavour: Flavour, tmp_path: Path) -> None:
@@ -85,8 +56,7 @@ def test_placement_and_a_rank_that_fails(slurm: Slurm, flavour: Flavour, tmp_pat
 
 
 def test_a_rank_that_is_killed(slurm: Slurm, flavour: Flavour, tmp_path: Path) -> None:
-    # The others are not in MPI: Open MPI ends a job itself when it sees a connection break, and can be faster.
-    file = program(tmp_path, "world.Barrier()\nif world.rank == 3: os.kill(os.getpid(), 9)\ntime.sleep(1000)")
+    file = program(tmp_path, MEETS, "if world.rank == 3: os.kill(os.getpid(), 9)\ntime.sleep(1000)")
     script = batch(tmp_path / "job.sh", f"{RUN} -n 4 {file}")
     ended = slurm.run(flavour, [script], cwd=tmp_path, options=FOUR_RANKS)
     assert (ended.state, ended.status) == ("FAILED", 137), ended.output
@@ -100,7 +70,7 @@ def test_a_cancelled_job_saves_its_work_and_leaves_nothing(slurm: Slurm, flavour
         ended = slurm.wait(number)
     assert time.monotonic() - start < SECONDS
     assert ended.state == "CANCELLED"
-    assert ranks_saved(tmp_path) == 4, ended.output
+    assert ranks_saved(tmp_path) == [0, 1, 2, 3], ended.output
 
 
 def test_ranks_that_slurm_asks_to_end_end_the_job(slurm: Slurm, flavour: Flavour, tmp_path: Path) -> None:
@@ -109,7 +79,7 @@ def test_ranks_that_slurm_asks_to_end_end_the_job(slurm: Slurm, flavour: Flavour
         slurm.client("scancel", "--signal=TERM", number)
         ended = slurm.wait(number)
     assert (ended.state, ended.status) == ("FAILED", 143), ended.output
-    assert ranks_saved(tmp_path) == 4, ended.output
+    assert ranks_saved(tmp_path) == [0, 1, 2, 3], ended.output
 
 
 def test_a_time_limit_of_its_own(slurm: Slurm, tmp_path: Path) -> None:
@@ -117,7 +87,7 @@ def test_a_time_limit_of_its_own(slurm: Slurm, tmp_path: Path) -> None:
     with running(slurm, find("mpich"), tmp_path, line) as number:
         ended = slurm.wait(number)
     assert (ended.state, ended.status) == ("FAILED", 124), ended.output
-    assert ranks_saved(tmp_path) == 4, ended.output
+    assert ranks_saved(tmp_path) == [0, 1, 2, 3], ended.output
 
 
 def test_a_killed_launcher_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
@@ -148,11 +118,11 @@ def test_in_an_interactive_allocation(slurm: Slurm, tmp_path: Path, interrupt: b
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(run_tree, argv, env=env, cwd=tmp_path, timeout_s=60)
         while interrupt and not job.done():  # which it is at its deadline
-            if len(list(tmp_path.glob("up-*"))) == 4:
+            if ranks_up(tmp_path) == 4:
                 os.kill(int((tmp_path / "pid").read_text()), signal.SIGINT)
                 break
             time.sleep(0.05)
         ended = job.result()
     assert ended.returncode == (130 if interrupt else 3), ended.stderr
     assert ("rank 3 on host h2 exited with status 3" in ended.stderr) != interrupt
-    assert ranks_saved(tmp_path) == (4 if interrupt else 0)
+    assert ranks_saved(tmp_path) == ([0, 1, 2, 3] if interrupt else [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -123,34 +122,6 @@ def test_settings(mpich: Flavour) -> None:
     assert "NCCLCOMM_TIMEOUTS" in line["found"]
     assert "NCCLCOMM_TIMEOUT_S" in line["mend"]
     assert told.status == 0
-
-
-def test_the_mpiexec_of_another_mpi_on_path(mpich: Flavour, tmp_path: Path) -> None:
-    # The library's own launcher is out of sight where the interpreter's folder and the library's prefix have none.
-    other = find("openmpi")
-    program = (
-        f"import ncclcomm.launcher.flavour as f\nf._candidates = lambda library: iter([{other.mpiexec!r}])\n" + MAIN
-    )
-    told = alone(mpich, program=program)
-    told.failed("mpi.launcher", "MPICH", "Open MPI", other.mpiexec)
-    assert told.fails() == ["mpi.launcher"]
-
-
-def test_a_dev_shm_that_a_container_gives(mpich: Flavour, tmp_path: Path) -> None:
-    if os.geteuid() or not shutil.which("unshare"):
-        pytest.skip("a mount of the test's own needs root and unshare")
-    script = tmp_path / "small.sh"
-    script.write_text('mount -t tmpfs -o size=$SIZE tmpfs /dev/shm && exec "$@"\n')
-    for size, status in (("32m", "warn"), ("1500k", "fail")):
-        ended = run_tree(
-            ["unshare", "-m", "sh", script, mpich.python, "-c", MAIN],
-            env=mpich.env({"PYTHONPATH": str(ROOT), "SIZE": size}),
-            timeout_s=DEADLINE_S,
-        )
-        told = read(ended)
-        assert told.lines["node.shm"]["status"] == status, told.lines["node.shm"]
-        assert "--shm-size=1g" in told.lines["node.shm"]["mend"]
-        assert told.status == (status == "fail")
 
 
 SECRETS = ("SLURM_JWT", "NCCLCOMM_JOB_LINK", "SLURM_REST_token", "NCCL_Password", "CUDA_API_KEY", "UCX_SECRET_X")

@@ -59,7 +59,7 @@ def python(tmp_path: Path) -> str:
 
 
 def check(ssh: tuple[str, ...], hosts: list[str], folder: Path, python: str, script: str | None = None) -> list[str]:
-    return check_hosts(hosts, ssh=ssh, folder=str(folder), python=python, script=script)
+    return check_hosts(hosts, ssh=ssh, folder=str(folder), python=python, script=script)[0]
 
 
 def test_hosts_that_are_right(ssh: Stand, python: str, tmp_path: Path) -> None:
@@ -70,6 +70,24 @@ def test_hosts_that_are_right(ssh: Stand, python: str, tmp_path: Path) -> None:
     for lines in (HERE, noisy):
         assert check(ssh(lines), ["a", "b"], folder, python, "my script.py") == []
         assert check(ssh(lines), ["a", "b"], folder, python) == []
+
+
+def test_hosts_tell_their_cores(ssh: Stand, python: str, tmp_path: Path) -> None:
+    words = ssh(OPTIONS + 'if [ "$host" = a ]; then exec taskset -c "$ONE" sh -c "$*"; fi\nexec sh -c "$*"\n')
+    one = str(min(os.sched_getaffinity(0)))
+
+    def cores(python: str) -> tuple[list[str], dict[str, int]]:
+        environ = {**os.environ, "ONE": one}
+        hosts = ["a", "b"]
+        return check_hosts(hosts, ssh=words, folder=str(tmp_path), python=python, script=None, environ=environ)
+
+    here = len(os.sched_getaffinity(0))
+    assert cores(find("mpich").python) == ([], {"a": 1, "b": here})
+    # One that prints a line of its own first, and one whose last word is no number.
+    Path(python).write_text(f'#!/bin/sh\necho 1 welcome 9 times\n"{find("mpich").python}" "$@"\n')
+    assert cores(python) == ([], {"a": 1, "b": here})
+    Path(python).write_text("#!/bin/sh\necho 7; echo bye\n")
+    assert cores(python) == ([], {})
 
 
 def test_what_is_missing(ssh: Stand, python: str, tmp_path: Path) -> None:

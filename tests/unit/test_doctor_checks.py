@@ -74,7 +74,7 @@ def test_sound_ranks_fail_nowhere() -> None:
     [
         ("mpi.library", "fail", {"mpi_library": "MPICH 4.3.0"}),
         ("mpi.mpi4py", "fail", {"mpi4py": ""}),
-        ("mpi.threads", "warn", {"threads": "serialized"}),
+        ("mpi.threads", "fail", {"threads": "serialized"}),
         ("mpi.cuda", "warn", {"cuda_aware": None}),
         ("versions.python", "warn", {"python": "3.11.9"}),
         ("versions.python", "fail", {"python": "3.12.1"}),

@@ -61,6 +61,23 @@ def test_ranks_yield_only_when_they_share_cores(size: int, shared: bool) -> None
     assert ("OMPI_MCA_mpi_yield_when_idle" in build(OPENMPI, places=places, ssh=SSH).variables) is shared
 
 
+@pytest.mark.parametrize(
+    ("here", "cores", "shared"),
+    [
+        (1, (2, 3), False),
+        (9, (3, 2), True),
+        (9, (1, 3), True),
+        (3, (2, None), False),
+        (2, (2, None), True),
+    ],
+)
+def test_each_host_has_cores_of_its_own(here: int, cores: tuple[int | None, int | None], shared: bool) -> None:
+    places = (Place("h1", 2, cores[0]), Place("h2", 3, cores[1]))
+    variables = build(OPENMPI, places=places, ssh=SSH, cores=here).variables
+    assert ("OMPI_MCA_mpi_yield_when_idle" in variables) is shared
+    assert ("MPIR_CVAR_CH4_NETMOD" in build(MPICH, places=places, ssh=SSH, cores=here).variables) is shared
+
+
 @pytest.mark.parametrize("is_root", [False, True])
 def test_root_is_allowed_only_to_root(is_root: bool) -> None:
     assert ("OMPI_ALLOW_RUN_AS_ROOT" in build(OPENMPI, is_root=is_root).variables) is is_root

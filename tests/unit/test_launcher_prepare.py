@@ -272,6 +272,14 @@ def test_gpus_are_counted_where_python_prints_lines_of_its_own(
         assert count_gpus(environ) == 0
 
 
+@pytest.mark.parametrize(("cpus", "shared"), [("2,8(x2)", True), ("4,1(x2)", False)])
+def test_nodes_of_a_slurm_job_have_cores_of_their_own(dry: Dry, cpus: str, shared: bool) -> None:
+    job = {**JOB, "SLURM_JOB_CPUS_PER_NODE": cpus}
+    words = dry("-n", "5", "--launcher", "mpiexec", **job)
+    assert "n1:4,n2:1" in words
+    assert ("MPIR_CVAR_CH4_NETMOD=ofi" in words) is shared
+
+
 def test_devices_per_rank_of_another_job_are_dropped(dry: Dry, monkeypatch: pytest.MonkeyPatch) -> None:
     outer = {"NCCLCOMM_DEVICES_PER_RANK": "4", "CUDA_VISIBLE_DEVICES": "0"}
     assert "NCCLCOMM_DEVICES_PER_RANK=" in dry("-n", "1", **outer)
@@ -282,9 +290,9 @@ def test_devices_per_rank_of_another_job_are_dropped(dry: Dry, monkeypatch: pyte
 def test_the_folder_goes_by_its_name_in_the_shell(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def look(_hosts: object, *, folder: str, **_more: object) -> list[str]:
+    def look(_hosts: object, *, folder: str, **_more: object) -> tuple[list[str], dict[str, int]]:
         seen.append(folder)
-        return ["host h1 is not there"]
+        return ["host h1 is not there"], {}
 
     seen: list[str] = []
     (tmp_path / "link").symlink_to(tmp_path)
