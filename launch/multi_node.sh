@@ -8,7 +8,7 @@
 #   --ppn N           slots of each host that names none (default: RANKS over the hosts, or 1)
 #   -n RANKS          number of ranks (default: all slots); hosts are filled in the order given
 #   --ssh COMMAND     in place of ssh, with its options (default: NCCLCOMM_SSH, or ssh)
-#   -x NAME[,NAME]    further variables that the ranks get; see `forwarded` below for what they get anyway
+#   -x NAME[,NAME]    further variables that the ranks get; docs/several_hosts.md lists what they get anyway
 #   -m MODULE         in SCRIPT's place
 #   --help            prints these lines
 #
@@ -69,6 +69,10 @@ if [[ ! -x $mpiexec ]] && ! mpiexec=$(command -v mpiexec); then
     die "no mpiexec beside $python or on PATH: pip install 'ncclcomm[mpich]'"
 fi
 
+for name in "${extra[@]}"; do
+    [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ && -v $name ]] || die "-x: there is no variable '$name' in the environment"
+done
+
 # How many ranks each host gets; `unnamed` is for hosts that name no slots.
 unnamed=${ppn:-1} named=$(printf %s "${slots[@]}")
 if [[ -n $ranks && -z $ppn$named ]]; then
@@ -79,71 +83,15 @@ for index in "${!names[@]}"; do
     : "${slots[index]:=$unnamed}"
     ((total += slots[index]))
 done
-left=${ranks:=$total} most=0 places='' used=() counts=()
+left=${ranks:=$total} places='' used=() counts=()
 ((ranks <= total)) || die "-n $ranks is more than the hosts' $total slots; add hosts, or raise --ppn or their slots"
 for index in "${!names[@]}"; do
     count=$((slots[index] < left ? slots[index] : left))
     ((count)) || break
     left=$((left - count))
-    most=$((count > most ? count : most))
     used+=("${names[index]}")
     counts+=("$count")
     places+=${places:+,}${names[index]}:$count
-done
-
-# forwarded NAME: whether ranks on other hosts get a variable without -x; ssh itself passes nothing on.
-forwarded() {
-    case $1 in
-    PATH | LD_LIBRARY_PATH | LD_PRELOAD | VIRTUAL_ENV | PYTHON* | NCCLCOMM_* | NCCL_* | CUDA_* | CUPY_*) return 0 ;;
-    OMP_* | OPENBLAS_* | MKL_* | NUMEXPR_* | FI_* | UCX_* | MPIR_CVAR_* | I_MPI_*) return 0 ;;
-    esac
-    return 1
-}
-
-# setting NAME VALUE: export a variable, and show it, unless it is set already.
-settings=()
-setting() {
-    [[ -v $1 ]] && return
-    export "$1=$2"
-    settings+=("$1=$2")
-}
-
-# An MPI spins for speed where a rank has a core of its own, and must not where it hasn't.
-crowded=0
-cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
-((most <= cores)) || crowded=1
-version=$("$mpiexec" --version 2>&1) || true
-if [[ $version == *"Open MPI"* ]]; then
-    flavour=openmpi
-    # Two ranks would each be pinned to one core, their threads with them.
-    setting PRTE_MCA_hwloc_default_binding_policy none
-    ((!crowded)) || setting OMPI_MCA_mpi_yield_when_idle 1
-    if ((EUID == 0)); then
-        # Open MPI refuses to start as root, as in a container, without both.
-        setting OMPI_ALLOW_RUN_AS_ROOT 1
-        setting OMPI_ALLOW_RUN_AS_ROOT_CONFIRM 1
-    fi
-elif [[ $version == *"Intel(R) MPI"* ]]; then
-    flavour=intelmpi
-    # Each rank would be pinned to its share of the cores, its threads with it.
-    setting I_MPI_PIN off
-else
-    flavour=mpich
-    # It takes libfabric's `sockets` before its `tcp`, which is slower and hung in some runs; InfiniBand stays open.
-    setting FI_PROVIDER ^sockets,udp
-    ((!crowded)) || setting MPIR_CVAR_CH4_NETMOD ofi
-fi
-
-# Every rank bears this, by which whatever a broken job leaves behind is found.
-launch_id=$(od -An -N12 -tx1 /dev/urandom | tr -d ' \n')
-settings+=("NCCLCOMM_LAUNCH_ID=$launch_id")
-variables=(NCCLCOMM_LAUNCH_ID)
-while IFS= read -r name; do
-    if forwarded "$name"; then variables+=("$name"); fi
-done < <(compgen -e)
-for name in "${extra[@]}"; do
-    [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ && -v $name ]] || die "-x: there is no variable '$name' in the environment"
-    forwarded "$name" || variables+=("$name")
 done
 
 read -ra agent_words <<<"$agent"
@@ -151,31 +99,8 @@ agent_words[0]=$(command -v "${agent_words[0]}") || die "--ssh: there is no comm
 read -ra options <<<"$SSH_OPTIONS"
 agent_words+=("${options[@]}")
 
-# mpi4py.run calls MPI_Abort when a rank raises; under plain python the others would wait for it for ever.
-program=("$python" -m mpi4py "$@")
-if [[ $flavour == openmpi ]]; then
-    command=("$mpiexec" --prtemca plm_ssh_agent "${agent_words[*]}" --host "$places" --map-by slot)
-    for name in "${variables[@]}"; do command+=(-x "$name"); done
-else
-    # Hydra, MPICH's and Intel MPI's. Each reads its own variable for the options of ssh.
-    extra_args=HYDRA_LAUNCHER_EXTRA_ARGS
-    [[ $flavour == mpich ]] || extra_args=I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS
-    settings+=("$extra_args=${agent_words[*]:1}")
-    export "$extra_args=${agent_words[*]:1}"
-    command=("$mpiexec" -launcher ssh -launcher-exec "${agent_words[0]}" -genvlist "$(IFS=, && echo "${variables[*]}")")
-    # With -genvlist MPICH 5.0.2 loses the last entry of its environment; `env` puts one there that nobody needs.
-    [[ $flavour == intelmpi ]] || command=(env -u NCCLCOMM_LAST NCCLCOMM_LAST=1 "${command[@]}")
-    [[ $flavour == intelmpi ]] || command+=(-hosts "$places")
-fi
-if [[ $flavour == intelmpi ]]; then
-    # It reads no `:COUNT` behind a host: a part of the command for each.
-    for index in "${!used[@]}"; do
-        ((!index)) || command+=(:)
-        command+=(-host "${used[index]}" -n "${counts[index]}" "${program[@]}")
-    done
-else
-    command+=(-n "$ranks" "${program[@]}")
-fi
+# Every rank bears this, by which whatever a broken job leaves behind is found.
+launch_id=$(od -An -N12 -tx1 /dev/urandom | tr -d ' \n')
 
 # Runs on every host while the job does: looks whether it could run there, says so, and waits for the end of its input,
 # which comes when this script ends in whatever way. Then it kills what is left of the job.
@@ -186,8 +111,9 @@ fail() { echo "$id failed $host $*"; exit 1; }
 cd "$folder" 2>/dev/null || fail "has no folder $folder; the project must be at the same path on every host"
 [ -x "$python" ] || fail "has no $python; the Python environment must be at the same path on every host"
 [ -z "$script" ] || [ -r "$script" ] || fail "has no file $script in $folder"
-"$python" -c "import mpi4py" >/dev/null 2>&1 </dev/null || fail "has no mpi4py that works in the environment of $python"
-echo "$id ready $host"
+cores=$("$python" -c "import os, mpi4py; print(len(os.sched_getaffinity(0)))" 2>/dev/null </dev/null) ||
+    fail "has no mpi4py that works in the environment of $python"
+echo "$id ready $host ${cores##*[!0-9]}"
 cat >/dev/null
 end=$(($(date +%s) + 10))
 # The status of grep is an error where a process ends meanwhile.
@@ -268,7 +194,7 @@ for host in "${used[@]}"; do
     watches+=($!)
 done
 
-declare -A told=()
+declare -A told=() cores=()
 trouble=0
 end=$((SECONDS + CHECK_S))
 while ((${#told[@]} < ${#used[@]} && SECONDS < end)); do
@@ -277,6 +203,7 @@ while ((${#told[@]} < ${#used[@]} && SECONDS < end)); do
     [[ $token == "$launch_id" && -z ${told[$host]:-} ]] || continue
     told[$host]=$what
     case $what in
+    ready) ! is_count "$text" || cores[$host]=$text ;;
     failed) say "host $host $text" && trouble=1 ;;
     ended) say "host $host can't be reached: $(reason "$host")" && trouble=1 ;;
     esac
@@ -285,6 +212,87 @@ for host in "${used[@]}"; do
     [[ -n ${told[$host]:-} ]] || { say "host $host did not answer within $CHECK_S s" && trouble=1; }
 done
 ((!trouble)) || exit 2
+
+# forwarded NAME: whether ranks on other hosts get a variable without -x; ssh itself passes nothing on.
+forwarded() {
+    case $1 in
+    PATH | LD_LIBRARY_PATH | LD_PRELOAD | VIRTUAL_ENV | PYTHON* | NCCLCOMM_* | NCCL_* | CUDA_* | CUPY_*) return 0 ;;
+    OMP_* | OPENBLAS_* | MKL_* | NUMEXPR_* | FI_* | UCX_* | MPIR_CVAR_* | I_MPI_*) return 0 ;;
+    esac
+    return 1
+}
+
+# setting NAME VALUE: export a variable, and show it, unless it is set already.
+settings=()
+setting() {
+    [[ -v $1 ]] && return
+    export "$1=$2"
+    settings+=("$1=$2")
+}
+
+# An MPI spins for speed where a rank has a core of its own, and must not where it hasn't.
+crowded=0
+here=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
+for index in "${!used[@]}"; do
+    # A python that prints lines of its own may have hidden the number.
+    ((counts[index] <= ${cores[${used[index]}]:-here})) || crowded=1
+done
+version=$("$mpiexec" --version 2>&1) || true
+if [[ $version == *"Open MPI"* ]]; then
+    flavour=openmpi
+    # Two ranks would each be pinned to one core, their threads with them.
+    setting PRTE_MCA_hwloc_default_binding_policy none
+    ((!crowded)) || setting OMPI_MCA_mpi_yield_when_idle 1
+    if ((EUID == 0)); then
+        # Open MPI refuses to start as root, as in a container, without both.
+        setting OMPI_ALLOW_RUN_AS_ROOT 1
+        setting OMPI_ALLOW_RUN_AS_ROOT_CONFIRM 1
+    fi
+elif [[ $version == *"Intel(R) MPI"* ]]; then
+    flavour=intelmpi
+    # Each rank would be pinned to its share of the cores, its threads with it.
+    setting I_MPI_PIN off
+else
+    flavour=mpich
+    # It takes libfabric's `sockets` before its `tcp`, which is slower and hung in some runs; InfiniBand stays open.
+    setting FI_PROVIDER ^sockets,udp
+    ((!crowded)) || setting MPIR_CVAR_CH4_NETMOD ofi
+fi
+
+settings+=("NCCLCOMM_LAUNCH_ID=$launch_id")
+variables=(NCCLCOMM_LAUNCH_ID)
+while IFS= read -r name; do
+    if forwarded "$name"; then variables+=("$name"); fi
+done < <(compgen -e)
+for name in "${extra[@]}"; do
+    forwarded "$name" || variables+=("$name")
+done
+
+# mpi4py.run calls MPI_Abort when a rank raises; under plain python the others would wait for it for ever.
+program=("$python" -m mpi4py "$@")
+if [[ $flavour == openmpi ]]; then
+    command=("$mpiexec" --prtemca plm_ssh_agent "${agent_words[*]}" --host "$places" --map-by slot)
+    for name in "${variables[@]}"; do command+=(-x "$name"); done
+else
+    # Hydra, MPICH's and Intel MPI's. Each reads its own variable for the options of ssh.
+    extra_args=HYDRA_LAUNCHER_EXTRA_ARGS
+    [[ $flavour == mpich ]] || extra_args=I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS
+    settings+=("$extra_args=${agent_words[*]:1}")
+    export "$extra_args=${agent_words[*]:1}"
+    command=("$mpiexec" -launcher ssh -launcher-exec "${agent_words[0]}" -genvlist "$(IFS=, && echo "${variables[*]}")")
+    # With -genvlist MPICH 5.0.2 loses the last entry of its environment; `env` puts one there that nobody needs.
+    [[ $flavour == intelmpi ]] || command=(env -u NCCLCOMM_LAST NCCLCOMM_LAST=1 "${command[@]}")
+    [[ $flavour == intelmpi ]] || command+=(-hosts "$places")
+fi
+if [[ $flavour == intelmpi ]]; then
+    # It reads no `:COUNT` behind a host: a part of the command for each.
+    for index in "${!used[@]}"; do
+        ((!index)) || command+=(:)
+        command+=(-host "${used[index]}" -n "${counts[index]}" "${program[@]}")
+    done
+else
+    command+=(-n "$ranks" "${program[@]}")
+fi
 
 printf '+'
 printf ' %q' "${settings[@]}" "${command[@]}"

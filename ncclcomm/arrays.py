@@ -6,9 +6,11 @@ array is added here and nowhere else.
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +35,8 @@ HOST_MEMORY = -1
 """The device number of host memory: NumPy arrays, and 'cpu' as a destination."""
 
 
-class View(NamedTuple):
+@dataclass(slots=True, eq=False)
+class View:
     """One array as the layers below see it."""
 
     obj: Any
@@ -86,16 +89,25 @@ def _view_other(obj: Any, what: str) -> View:
         return View(obj, obj.view(np.ndarray), obj._device_id)
     if isinstance(obj, np.generic):
         return View(obj, np.asarray(obj), HOST_MEMORY)
-    if isinstance(obj, (np.ma.MaskedArray, np.matrix)):
+    if isinstance(obj, np.ma.MaskedArray):
         raise UnsupportedError(
-            f"{what}: {type(obj).__name__} would lose its mask or shape; pass numpy.asarray of it, or its parts"
+            f"{what}: {type(obj).__name__} would lose its mask; pass .filled(value), or .data and .mask"
+        )
+    if isinstance(obj, np.matrix):
+        raise UnsupportedError(
+            f"{what}: matrix keeps two dimensions in all that is made of it; pass numpy.asarray of it"
         )
     if isinstance(obj, np.ndarray):
         return View(obj, np.asarray(obj), HOST_MEMORY)
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}".removeprefix("builtins.")
+    if isinstance(obj, (numbers.Number, list, tuple, range)) or hasattr(obj, "__array__"):
+        mend = "numpy.asarray makes one of it"
+    else:
+        # numpy.asarray would make an array of it that holds a reference, and is refused next.
+        mend = "other objects go over ranks by mpi4py: comm.mpi_comm.bcast(obj); mpi_comm is None in a world of one"
     raise UnsupportedError(
         f"{what}: {kind} is not a supported array; pass a NumPy array, a CuPy array or an array of ncclcomm.asarray "
-        "(numpy.asarray makes one of numbers and lists)"
+        f"({mend})"
     )
 
 
@@ -120,7 +132,8 @@ def empty_on(backend: DeviceBackend, shape: tuple[int, ...], dtype: Any, device:
         array = np.empty(shape, dtype)
         return View(array, array, HOST_MEMORY)
     array = backend.empty(shape, dtype, device)
-    return View(array, array.view(np.ndarray) if isinstance(array, HostArray) else array, device)
+    # Behind a new array of the host backend stands the plain one that it was made of.
+    return View(array, array.base if type(array) is HostArray else array, device)
 
 
 def _extent(data: Any) -> tuple[int, int]:
@@ -161,7 +174,7 @@ def _may_overlap(a: Any, b: Any) -> bool:
 
 def _overlaps_itself(data: Any) -> bool:
     """True if two elements of one array may share memory, as after numpy.broadcast_to."""
-    if data.flags.c_contiguous or data.size <= 1:
+    if data.size <= 1:
         return False
     reach = data.itemsize
     for stride, n in sorted((abs(s), n) for s, n in zip(data.strides, data.shape, strict=True) if n > 1):
@@ -187,17 +200,19 @@ def check_out(
     Raises:
         ArgumentError: the shape or dtype differs, out is read-only, its elements overlap, or it overlaps an input.
     """
-    if tuple(out.data.shape) != tuple(shape) or out.data.dtype != dtype:
+    data = out.data
+    if data.shape != tuple(shape) or data.dtype != dtype:
         raise ArgumentError(
-            f"{what} has shape {tuple(out.data.shape)} and dtype {out.data.dtype}; the result has shape "
-            f"{tuple(shape)} and dtype {dtype}"
+            f"{what} has shape {data.shape} and dtype {data.dtype}; the result has shape {tuple(shape)} and "
+            f"dtype {dtype}"
         )
-    if isinstance(out.data, np.ndarray) and not out.data.flags.writeable:
+    flags = data.flags
+    if isinstance(data, np.ndarray) and not flags.writeable:
         raise ArgumentError(f"{what} is read-only")
-    if _overlaps_itself(out.data):
+    if not flags.c_contiguous and _overlaps_itself(data):
         raise ArgumentError(f"{what}: elements of the array share memory (a broadcast view?); pass a plain array")
     for item in inputs:
-        if item.device == out.device and overlaps(out.data, item.data):
-            if alias_ok and same_memory(out.data, item.data):
+        if item.device == out.device and overlaps(data, item.data):
+            if alias_ok and same_memory(data, item.data):
                 continue
             raise ArgumentError(f"{what} overlaps an input; pass the input itself, or an array apart from it")

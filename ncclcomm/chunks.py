@@ -25,16 +25,18 @@ def torch_chunk_counts(n: int, parts: int) -> list[int]:
     size = -(-n // parts)
     if size == 0:
         return [0] * parts
-    return [min(size, n - start) for start in range(0, n, size)]
+    full, rest = divmod(n, size)
+    return [size] * full + [rest] * (rest > 0)
 
 
-def chunk_slices(counts: Sequence[int], dim: int) -> list[tuple[slice, ...]]:
+def chunk_slices(counts: Sequence[int], dim: int) -> list[slice | tuple[slice, ...]]:
     """Index expressions that cut an array into chunks of these sizes along a dimension."""
-    slices = []
+    slices: list[slice | tuple[slice, ...]] = []
     start = 0
     for count in counts:
-        slices.append((slice(None),) * dim + (slice(start, start + count),))
-        start += count
+        stop = start + count
+        slices.append((*(slice(None),) * dim, slice(start, stop)) if dim else slice(start, stop))
+        start = stop
     return slices
 
 
@@ -45,7 +47,7 @@ def check_dim(dim: Any, ndim: int, call: str) -> int:
         ArgumentError: not a whole number.
         ArgumentIndexError: out of range, also for a 0-d array.
     """
-    number = whole_number(dim, f"{call}: dim")
+    number = dim if type(dim) is int else whole_number(dim, f"{call}: dim")
     if not -ndim <= number < ndim:
         span = f"from {-ndim} to {ndim - 1}" if ndim else "none: the array has no dimension"
         raise ArgumentIndexError(f"{call}: dim {number} is out of range; an array of {ndim} dimensions takes {span}")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from ncclcomm import __version__
 from ncclcomm.bench.command import add_parser as add_bench
 from ncclcomm.bench.together import is_first, wait_for_ranks
 from ncclcomm.doctor.command import add_parser as add_doctor
@@ -20,6 +21,13 @@ __all__ = ["main"]
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong, or helps, once where several ranks read the same command line."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what this command does not know, with its own usage: argparse leaves that to the parser above."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print on the first rank alone."""
@@ -79,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_missing_streams()
     _print_any_text()
     parser = _Parser(prog="ncclcomm", description="Collectives over GPUs and ranks.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"ncclcomm {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_run(commands)
     add_doctor(commands)

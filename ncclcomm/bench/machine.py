@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def facts_of(group: Group, command: list[str], commit: str, settings: dict[str, 
     if group.mpi_comm is not None:
         from ncclcomm.transport.mpi import MPI
 
+        versions["mpi4py"] = version("mpi4py")
         lines = MPI.Get_library_version().replace("\0", "").splitlines()
         versions["mpi"] = " ".join(lines[0].split(", package")[0].split())
     if group.on_gpus:

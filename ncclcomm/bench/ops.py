@@ -156,6 +156,23 @@ def _reduce_add_devices(_: Any, case: Case) -> Callable[[], Any]:
     return partial(in_process.reduce_add, case.sends, destination=case.root)
 
 
+def _all_reduce_devices(_: Any, case: Case) -> Callable[[], Any]:
+    return partial(in_process.all_reduce, case.sends, case.reduction, **_outs(case))
+
+
+def _all_gather_devices(_: Any, case: Case) -> Callable[[], Any]:
+    return partial(in_process.all_gather, case.sends, **_outs(case))
+
+
+def _reduce_scatter_devices(_: Any, case: Case) -> Callable[[], Any]:
+    return partial(in_process.reduce_scatter, case.sends, case.reduction, **_outs(case))
+
+
+def _outs(case: Case) -> dict[str, Any]:
+    """The argument `out` of in-process calls that give every device a result."""
+    return {} if case.fresh else {"out": case.recvs}
+
+
 DEVICE_OPS = {
     op.name: op
     for op in (
@@ -163,6 +180,9 @@ DEVICE_OPS = {
         Op("scatter", Share.WHOLE_ROOT, Share.PART_EACH, bus_of_parts, _scatter_devices, keeps=True),
         Op("gather", Share.PART_EACH, Share.WHOLE_ROOT, bus_of_parts, _gather_devices),
         Op("reduce_add", Share.WHOLE_EACH, Share.WHOLE_ROOT, bus_of_whole, _reduce_add_devices, "sum"),
+        Op("all_reduce", Share.WHOLE_EACH, Share.WHOLE_EACH, bus_of_all_reduce, _all_reduce_devices, "*"),
+        Op("all_gather", Share.PART_EACH, Share.WHOLE_EACH, bus_of_parts, _all_gather_devices),
+        Op("reduce_scatter", Share.WHOLE_EACH, Share.PART_EACH, bus_of_parts, _reduce_scatter_devices, "*"),
     )
 }
 """In one process: a member is a device."""

@@ -6,9 +6,23 @@ after the work already queued there, and return without waiting for it, unless h
 
 from __future__ import annotations
 
+from ncclcomm.comm.all_gather import all_gather
+from ncclcomm.comm.all_reduce import all_reduce
 from ncclcomm.comm.broadcast import broadcast
+from ncclcomm.comm.coalesced import broadcast_coalesced, reduce_add_coalesced
 from ncclcomm.comm.gather import gather
 from ncclcomm.comm.reduce_add import reduce_add
+from ncclcomm.comm.reduce_scatter import reduce_scatter
 from ncclcomm.comm.scatter import scatter
 
-__all__ = ["broadcast", "gather", "reduce_add", "scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "broadcast_coalesced",
+    "gather",
+    "reduce_add",
+    "reduce_add_coalesced",
+    "reduce_scatter",
+    "scatter",
+]

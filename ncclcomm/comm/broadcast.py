@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ncclcomm.arrays import HOST_MEMORY, check_out, empty_on, same_memory, view
-from ncclcomm.comm._common import devices_of, one_of, peer_of, views_of
-from ncclcomm.errors import ArgumentError
+from ncclcomm.arrays import empty_on, same_memory
+from ncclcomm.comm._common import check_outs, devices_of, one_of, peer_of, view_of, views_of
 
 __all__ = ["broadcast"]
 
@@ -37,26 +36,28 @@ def broadcast(
     See: torch.cuda.comm.broadcast.
     """
     one_of(devices, out, _CALL)
-    source = view(tensor, f"{_CALL}: tensor")
+    source = view_of(tensor, _CALL, "tensor")
     peer = peer_of()
     if out is not None:
         outs = views_of(out, _CALL, "out")
-        for index, target in enumerate(outs):
-            name = f"{_CALL}: out[{index}]"
-            if target.device == HOST_MEMORY:
-                raise ArgumentError(f"{name} is in host memory; expected an array of a device")
-            check_out(target, source.data.shape, source.data.dtype, name, [source, *outs[:index]], alias_ok=True)
-        for target in outs:
-            if target.device != source.device or not same_memory(target.data, source.data):
-                peer.copy(target, source)
-        return tuple(target.obj for target in outs)
+        check_outs(outs, [source.data.shape] * len(outs), source.data.dtype, _CALL, (source,), alias_ok=True)
+        peer.copy_all(
+            [
+                (target, source)
+                for target in outs
+                if target.device != source.device or not same_memory(target.data, source.data)
+            ]
+        )
+        return tuple([target.obj for target in outs])
     assert devices is not None
-    results = []
+    data, home = source.data, source.device
+    results, pairs = [], []
     for device in devices_of(devices, _CALL):
-        if device == source.device:
+        if device == home:
             results.append(source.obj)
             continue
-        target = empty_on(peer.backend, source.data.shape, source.data.dtype, device)
-        peer.copy(target, source)
+        target = empty_on(peer.backend, data.shape, data.dtype, device)
+        pairs.append((target, source))
         results.append(target.obj)
+    peer.copy_all(pairs)
     return tuple(results)

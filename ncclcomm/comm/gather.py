@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ncclcomm.arrays import HOST_MEMORY, View, check_out, empty_on, view
+from ncclcomm.arrays import View, check_out, empty_on
 from ncclcomm.chunks import check_dim, chunk_slices
-from ncclcomm.comm._common import destination_of, peer_of, views_of
+from ncclcomm.comm._common import check_alike, destination_of, peer_of, uniform_views_of, view_of
 from ncclcomm.errors import ArgumentError
 
-__all__ = ["gather"]
+__all__ = ["gather", "join"]
 
 _CALL = "gather"
 
@@ -40,45 +40,34 @@ def gather(tensors: Iterable[Any], dim: int = 0, destination: Any = None, *, out
     """
     if out is not None and destination is not None:
         raise ArgumentError(f"{_CALL}: destination and out can't both be given; out says where the result goes")
-    arrays = _lift_scalars(views_of(tensors, _CALL, "tensors"))
-    dim = check_dim(dim, arrays[0].data.ndim, _CALL)
-    shape = _result_shape(arrays, dim)
+    arrays, dim, shape, places = join(tensors, dim, _CALL, "tensors")
     dtype = arrays[0].data.dtype
     peer = peer_of()
     if out is not None:
-        target = view(out, f"{_CALL}: out")
-        check_out(target, shape, dtype, f"{_CALL}: out", arrays)
+        target = view_of(out, _CALL, "out")
+        check_out(target, shape, dtype, "gather: out", arrays)
     else:
         target = empty_on(peer.backend, shape, dtype, destination_of(destination, _CALL))
-    counts = [array.data.shape[dim] for array in arrays]
-    for array, index in zip(arrays, chunk_slices(counts, dim), strict=True):
-        peer.copy(View(None, target.data[index], target.device), array)
+    peer.gather_views(target, places, arrays)
     return target.obj
 
 
-def _lift_scalars(arrays: list[View]) -> list[View]:
-    """0-d arrays as arrays of one element."""
-    if any(array.data.ndim for array in arrays):
-        return arrays
-    return [View(array.obj, array.data.reshape(1), array.device) for array in arrays]
+def join(tensors: Iterable[Any], dim: Any, call: str, name: str) -> tuple[list[View], int, tuple[int, ...], list[Any]]:
+    """Arrays that are to be concatenated, the dimension, the shape of the whole, and the place of each in it.
 
-
-def _result_shape(arrays: list[View], dim: int) -> tuple[int, ...]:
-    """The shape of the result, once all inputs agree."""
-    first = arrays[0].data
-    total = 0
-    for index, array in enumerate(arrays):
-        name = f"{_CALL}: tensors[{index}]"
-        if array.device == HOST_MEMORY:
-            raise ArgumentError(f"{name} is in host memory; expected an array of a device")
-        if array.data.ndim != first.ndim:
-            raise ArgumentError(f"{name} has {array.data.ndim} dimensions; expected {first.ndim} as tensors[0]")
-        if array.data.dtype != first.dtype:
-            raise ArgumentError(f"{name} has dtype {array.data.dtype}; expected {first.dtype} as tensors[0]")
-        expected = (*first.shape[:dim], array.data.shape[dim], *first.shape[dim + 1 :])
-        if array.data.shape != expected:
-            raise ArgumentError(
-                f"{name} has shape {array.data.shape}; expected {expected} as tensors[0] except along dim {dim}"
-            )
-        total += array.data.shape[dim]
-    return (*first.shape[:dim], total, *first.shape[dim + 1 :])
+    Raises:
+        ArgumentError: no array, one in host memory, shapes or dtypes that don't agree.
+        ArgumentIndexError: dim is out of range.
+        UnsupportedError: an entry is no supported array.
+    """
+    arrays, alike = uniform_views_of(tensors, call, name)
+    shape = arrays[0].data.shape
+    if not shape and not any([array.data.ndim for array in arrays]):
+        arrays = [View(array.obj, array.data.reshape(1), array.device) for array in arrays]
+        shape = (1,)
+    dim = check_dim(dim, len(shape), call)
+    if not alike:
+        check_alike(arrays, call, name, dim)
+    counts = [shape[dim]] * len(arrays) if alike else [array.data.shape[dim] for array in arrays]
+    whole = (*shape[:dim], sum(counts), *shape[dim + 1 :])
+    return arrays, dim, whole, chunk_slices(counts, dim)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ncclcomm.arrays import HOST_MEMORY, empty_on
-from ncclcomm.comm._common import destination_of, peer_of, views_of
-from ncclcomm.errors import ArgumentError
+from ncclcomm.arrays import empty_on
+from ncclcomm.comm._common import check_alike, destination_of, peer_of, uniform_views_of
 from ncclcomm.reductions import check_reduction
 
 __all__ = ["reduce_add"]
@@ -35,21 +34,17 @@ def reduce_add(inputs: Iterable[Any], destination: Any = None) -> Any:
 
     See: torch.cuda.comm.reduce_add.
     """
-    arrays = views_of(inputs, _CALL, "inputs")
+    arrays, alike = uniform_views_of(inputs, _CALL, "inputs")
+    if not alike:
+        check_alike(arrays, _CALL, "inputs")
     first = arrays[0].data
-    for index, array in enumerate(arrays):
-        name = f"{_CALL}: inputs[{index}]"
-        if array.device == HOST_MEMORY:
-            raise ArgumentError(f"{name} is in host memory; expected an array of a device")
-        if array.data.shape != first.shape:
-            raise ArgumentError(f"{name} has shape {array.data.shape}; expected {first.shape} as inputs[0]")
-        if array.data.dtype != first.dtype:
-            raise ArgumentError(f"{name} has dtype {array.data.dtype}; expected {first.dtype} as inputs[0]")
-    check_reduction("sum", first.dtype, _CALL)
+    dtype = first.dtype
+    check_reduction("sum", dtype, _CALL)
     device = destination_of(destination, _CALL)
-    if len(arrays) == 1 and arrays[0].device == device and first.dtype.isnative:
+    native = dtype if dtype.isnative else dtype.newbyteorder("=")
+    if len(arrays) == 1 and arrays[0].device == device and native is dtype:
         return arrays[0].obj
     peer = peer_of()
-    out = empty_on(peer.backend, first.shape, first.dtype.newbyteorder("="), device)
+    out = empty_on(peer.backend, first.shape, native, device)
     peer.reduce_views(out, arrays, "sum")
     return out.obj

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ncclcomm.arrays import HOST_MEMORY, View, check_out, empty_on, view
+from ncclcomm.arrays import View, empty_on
 from ncclcomm.chunks import check_chunk_sizes, check_dim, chunk_slices, even_counts, torch_chunk_counts
-from ncclcomm.comm._common import devices_of, one_of, peer_of, views_of
+from ncclcomm.comm._common import check_outs, devices_of, one_of, part_of, peer_of, view_of, views_of
 from ncclcomm.devices.base import StreamImpl
 from ncclcomm.devices.event import stream_impl
 from ncclcomm.errors import ArgumentError
@@ -36,7 +36,7 @@ def scatter(
             chunks of ceil(n / len(devices)), the last one smaller, and FEWER chunks than devices when n runs out
             (5 rows over 4 devices are chunks of 2, 2 and 1; the fourth device gets none).
         dim: the dimension to cut; a negative one counts from the last.
-        streams: for each device a Stream of it to copy on, or None for its current one; not with out.
+        streams: for each device (or array of out) a Stream of it to copy on, or None for its current one.
         out: in place of devices: arrays to fill, whose sizes along dim are the chunk sizes; not with chunk_sizes.
         balanced: without chunk_sizes, cut as numpy.array_split, so that every device gets a chunk.
 
@@ -52,65 +52,66 @@ def scatter(
     See: torch.cuda.comm.scatter, torch.chunk.
     """
     one_of(devices, out, _CALL)
-    source = view(tensor, f"{_CALL}: tensor")
-    dim = check_dim(dim, source.data.ndim, _CALL)
-    n = source.data.shape[dim]
+    source = view_of(tensor, _CALL, "tensor")
+    data, home = source.data, source.device
+    dim = check_dim(dim, data.ndim, _CALL)
     if out is not None:
         return _scatter_out(source, out, chunk_sizes, dim, streams)
     assert devices is not None
+    n = data.shape[dim]
     targets = devices_of(devices, _CALL)
     if chunk_sizes is not None:
         counts = check_chunk_sizes(chunk_sizes, len(targets), n, _CALL, "devices")
     else:
         counts = (even_counts if balanced else torch_chunk_counts)(n, len(targets))
-    impls = _streams_of(streams, targets)
+    impls = [] if streams is None else _streams_of(streams, targets)
     peer = peer_of()
-    results = []
-    for device, index, stream in zip(targets, chunk_slices(counts, dim), impls, strict=False):
-        if device == source.device:
-            results.append(source.obj[index])
+    shape, dtype = list(data.shape), data.dtype
+    results, outs, places, used = [], [], [], []
+    for index, place in enumerate(chunk_slices(counts, dim)):
+        device = targets[index]
+        if device == home:
+            results.append(part_of(source, place))
             continue
-        part = View(None, source.data[index], source.device)
-        target = empty_on(peer.backend, part.data.shape, part.data.dtype, device)
-        peer.copy(target, part, stream)
+        shape[dim] = counts[index]
+        target = empty_on(peer.backend, tuple(shape), dtype, device)
+        outs.append(target)
+        places.append(place)
         results.append(target.obj)
+        if impls:
+            used.append(impls[index])
+    peer.scatter_views(outs, source, places, used)
     return tuple(results)
 
 
 def _scatter_out(source: View, out: Iterable[Any], chunk_sizes: Any, dim: int, streams: Any) -> tuple[Any, ...]:
     """Scatter into the caller's arrays."""
-    if chunk_sizes is not None or streams is not None:
-        raise ArgumentError(f"{_CALL}: chunk_sizes and streams don't go with out, whose sizes along dim say the chunks")
+    if chunk_sizes is not None:
+        raise ArgumentError(f"{_CALL}: chunk_sizes doesn't go with out, whose sizes along dim say the chunks")
     outs = views_of(out, _CALL, "out")
-    n = source.data.shape[dim]
+    shape = source.data.shape
+    counts = []
     for index, target in enumerate(outs):
-        if target.device == HOST_MEMORY:
-            raise ArgumentError(f"{_CALL}: out[{index}] is in host memory; expected an array of a device")
-        if target.data.ndim != source.data.ndim:
+        if target.data.ndim != len(shape):
             raise ArgumentError(
-                f"{_CALL}: out[{index}] has {target.data.ndim} dimensions; expected {source.data.ndim} as tensor"
+                f"{_CALL}: out[{index}] has {target.data.ndim} dimensions; expected {len(shape)} as tensor"
             )
-    counts = [target.data.shape[dim] for target in outs]
-    if sum(counts) != n:
-        raise ArgumentError(f"{_CALL}: out's sizes along dim {dim} sum to {sum(counts)}; tensor has {n}")
-    for index, target in enumerate(outs):
-        shape = list(source.data.shape)
-        shape[dim] = counts[index]
-        check_out(target, shape, source.data.dtype, f"{_CALL}: out[{index}]", [source, *outs[:index]])
-    peer = peer_of()
-    for target, place in zip(outs, chunk_slices(counts, dim), strict=True):
-        peer.copy(target, View(None, source.data[place], source.device))
-    return tuple(target.obj for target in outs)
+        counts.append(target.data.shape[dim])
+    if sum(counts) != shape[dim]:
+        raise ArgumentError(f"{_CALL}: out's sizes along dim {dim} sum to {sum(counts)}; tensor has {shape[dim]}")
+    shapes = [(*shape[:dim], count, *shape[dim + 1 :]) for count in counts]
+    check_outs(outs, shapes, source.data.dtype, _CALL, (source,))
+    impls = [] if streams is None else _streams_of(streams, [target.device for target in outs])
+    peer_of().scatter_views(outs, source, chunk_slices(counts, dim), impls)
+    return tuple([target.obj for target in outs])
 
 
-def _streams_of(streams: Sequence[Any] | None, devices: Sequence[int]) -> list[StreamImpl | None]:
+def _streams_of(streams: Sequence[Any], devices: Sequence[int]) -> list[StreamImpl | None]:
     """The streams to copy on, one a device.
 
     Raises:
         ArgumentError: not a sequence of Stream or None, too few, or one of another device.
     """
-    if streams is None:
-        return [None] * len(devices)
     if isinstance(streams, (str, bytes)) or not isinstance(streams, Sequence):
         raise ArgumentError(f"{_CALL}: streams must be a sequence of Stream or None, not {streams!r}")
     if len(streams) != len(devices):

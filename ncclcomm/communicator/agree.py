@@ -8,20 +8,34 @@ import operator
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from ncclcomm.arrays import HOST_MEMORY, View
 from ncclcomm.communicator.board import BOARD
 from ncclcomm.communicator.checks import compare, seconds_above_0
-from ncclcomm.communicator.wire import Statement, decode, dtype_code, dtype_of, encode
-from ncclcomm.errors import ArgumentError, CommTimeoutError, NcclCommError
+from ncclcomm.communicator.wire import (
+    Statement,
+    decode,
+    dtype_code,
+    dtype_of,
+    encode,
+    header_of,
+    said_by,
+    split_header,
+    statement_of,
+)
+from ncclcomm.errors import ArgumentError, CommTimeoutError, MpiError, NcclCommError
 
 if TYPE_CHECKING:
     from ncclcomm.communicator.communicator import Communicator
 
 __all__ = [
+    "NOTHING_TOLD",
     "Facts",
+    "Told",
     "agree",
+    "agree_at_root",
+    "agree_with_root",
     "check_after_header",
     "check_limit",
     "check_root",
@@ -29,6 +43,8 @@ __all__ = [
     "fit_in_words",
     "fit_of",
     "memory_of",
+    "named",
+    "raise_alike",
     "wait_for_all",
 ]
 
@@ -38,7 +54,7 @@ _LEAST_S = 0.05
 """A rank whose own preparations took the whole time limit still finds out by this time whether all have come."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Facts(Generic[T]):
     """What a rank found out about its own arguments."""
 
@@ -48,6 +64,20 @@ class Facts(Generic[T]):
     """What must be equal on all ranks."""
     own: Mapping[str, Any]
     """What other ranks need to know of this one."""
+    payload: bytes = b""
+    """Few data, to go with what is told of them."""
+
+
+class Told(NamedTuple):
+    """What a rank told others in an unchecked call."""
+
+    said: bytes
+    """Its facts, as wire.said_by writes them."""
+    payload: bytes
+    """Its data, where they are few."""
+
+
+NOTHING_TOLD = Told(b"", b"")
 
 
 def check_root(root: Any, size: int, call: str) -> int:
@@ -87,28 +117,109 @@ def facts_of(array: View) -> dict[str, Any]:
 
 
 def agree(
-    comm: Communicator, call: str, validate: Callable[[], Facts[T]], header: str = "none", root: Any = None
+    comm: Communicator, call: str, validate: Callable[[], Facts[T]], header: str = "none"
 ) -> tuple[T, list[Mapping[str, Any]]]:
     """Validate this rank's arguments and agree with the other ranks; a rank that fails takes part and tells them.
 
     Args:
         comm: the communicator.
         call: the call's name.
-        validate: looks at this rank's arguments; moves no data; raises what is wrong with them.
-        header: what others must know even when calls are not checked: 'none', 'root' (the root's facts) or 'all'.
-        root: the root as the caller passed it, for a header of the root's.
+        validate: looks at this rank's arguments; moves no data; raises what is wrong with them. Where comm._stated is
+            false nobody hears what it finds, and it leaves the facts out.
+        header: what others must know even when calls are not checked: 'none' or 'all' (each rank's facts).
 
     Returns:
-        What validate found, and each rank's own facts in rank order: empty ones for ranks that nobody asked, and none
-        where no rank was asked.
+        What validate found, and each rank's own facts in rank order: none where no rank was asked.
 
     Raises:
         ArgumentError, UnsupportedError: arguments of this rank, or of a rank that the message names, are wrong.
         MismatchError: ranks disagree.
     """
     number = comm._next_call(call)
-    if comm.size == 1 or (header == "none" and number >= comm._checked_calls):
+    comm._stated = header == "all" or (comm.size > 1 and number < comm._checked_calls)
+    if comm.size == 1 or not comm._stated:
         return _alone(comm, validate)
+    facts, statement, failure = _state(comm, call, number, validate)
+    said = encode(statement)
+    # A statement that says the same as this rank's becomes this rank's object.
+    statements = [statement if data == said else decode(data) for data in comm._control.all_gather_bytes(said)]
+    raise_alike(comm, lambda: compare(statements, comm.topology, comm.rank))
+    if facts is None:
+        _fail(comm, failure, are_told=True)
+    return facts.local, [s.own for s in statements]
+
+
+def agree_with_root(
+    comm: Communicator, call: str, validate: Callable[[], Facts[T]], root: Any
+) -> tuple[T, list[Mapping[str, Any]], Told]:
+    """As agree, for calls in which all ranks need the root's facts; unchecked, these alone go to all ranks.
+
+    Returns:
+        What validate found; each rank's own facts in rank order, empty ones for ranks that nobody asked; and what went
+        from the root to all: nothing where calls are checked.
+    """
+    if comm.size == 1 or comm._calls < comm._checked_calls:
+        return *agree(comm, call, validate, "all"), NOTHING_TOLD
+    number = comm._next_call(call)
+    comm._stated = True
+    facts, statement, failure = _state(comm, call, number, validate, root)
+    rank = statement.same.get("root")
+    heard = [Statement(call, number, statement.same)] * comm.size
+    heard[comm.rank] = statement
+    told = NOTHING_TOLD
+    if rank == comm.rank:
+        told = Told(said_by(statement), b"" if facts is None else facts.payload)
+        comm._control.broadcast_bytes(header_of(number, *told), rank)
+    elif rank is not None:
+        header, comm._received = comm._received, None
+        other, *rest = split_header(comm._control.broadcast_bytes(b"", rank) if header is None else header)
+        told = Told(*rest)
+        heard[rank] = statement_of(other, told.said)
+    raise_alike(comm, lambda: compare(heard, comm.topology, comm.rank))
+    if facts is None:
+        _fail(comm, failure, are_told=rank is not None and heard[rank].error is not None)
+    return facts.local, [s.own for s in heard], told
+
+
+def agree_at_root(
+    comm: Communicator, call: str, validate: Callable[[], Facts[T]], root: Any
+) -> tuple[T, list[Mapping[str, Any]], list[Told]]:
+    """For unchecked calls in which only the root needs the others' facts: these go to the root alone.
+
+    What the root raises then the others don't hear, and go on; so the communicator is of no more use to it.
+
+    Returns:
+        What validate found; on the root each rank's own facts, in rank order; and what each told the root: on another
+        rank what this one did.
+    """
+    number = comm._next_call(call)
+    comm._stated = True
+    facts, statement, failure = _state(comm, call, number, validate, root)
+    rank = statement.same.get("root")
+    if rank is None:
+        _fail(comm, failure, are_told=False)
+    mine = Told(said_by(statement), b"" if facts is None else facts.payload)
+    told, heard = [mine], []
+    headers, comm._received = comm._received, None
+    if headers is None:
+        headers = comm._control.gather_bytes(header_of(number, *mine), rank)
+    if rank == comm.rank:
+        comm._committed = True
+        parts = [split_header(header) for header in headers]
+        told = [Told(*rest) for _, *rest in parts]
+        heard = [statement_of(other, said) for other, said, _ in parts]
+        heard[rank] = statement
+        raise_alike(comm, lambda: compare(heard, comm.topology, comm.rank))
+    if facts is None:
+        _fail(comm, failure, are_told=True)
+    return facts.local, [s.own for s in heard], told
+
+
+def _state(
+    comm: Communicator, call: str, number: int, validate: Callable[[], Facts[T]], root: Any = None
+) -> tuple[Facts[T] | None, Statement, Any]:
+    """What this rank says of its call: its facts or, where they are None, its failure; once all ranks have come."""
+    facts: Facts[T] | None = None
     failure: Exception | None = None
     try:
         check_limit(comm)
@@ -122,18 +233,14 @@ def agree(
                 same["root"] = check_root(root, comm.size, call)
         statement = Statement(call, number, same, error=(type(error).__name__, str(error)))
     wait_for_all(comm)
-    statements = _exchange(comm, statement, header, root)
-    compare(statements, comm.topology, comm.rank)
-    if failure is not None:
-        raise _named(comm, failure) from failure.__cause__
-    return facts.local, [s.own for s in statements]
+    return facts, statement, failure
 
 
 def check_after_header(comm: Communicator, check: Callable[[], None]) -> None:
     """Run a check of what the header told; unchecked, only this rank may know, and the others go on without it."""
     if comm._calls > comm._checked_calls:
-        comm._commit()
-    check()
+        comm._committed = True
+    raise_alike(comm, check)
 
 
 def check_limit(comm: Communicator) -> None:
@@ -161,9 +268,13 @@ def wait_for_all(comm: Communicator) -> None:
     # What is over here is told here, not by the watchdog, which counts from the start of the call as well.
     limit_s, entry.limit_s = entry.limit_s, None
     left_s = entry.since_s + limit_s - time.monotonic()
-    if comm._control.barrier_within(max(left_s, _LEAST_S)):
-        entry.limit_s = limit_s
-        return
+    try:
+        if comm._control.barrier_within(max(left_s, _LEAST_S)):
+            entry.limit_s = limit_s
+            return
+    except BaseException:
+        BOARD.unfinished = True  # the barrier that was begun, which only all ranks can end
+        raise
     report = comm._member.report(entry, f"the time limit of {limit_s:g} s is over")
     comm._break(report)
     BOARD.unfinished = True
@@ -179,33 +290,34 @@ def _alone(comm: Communicator, validate: Callable[[], Facts[T]]) -> tuple[T, lis
             check_limit(comm)
         facts = validate()
     except NcclCommError as failure:
-        raise _named(comm, failure) from failure.__cause__
+        _fail(comm, failure, are_told=False)
     if is_limited:
         wait_for_all(comm)
     return facts.local, [facts.own] if comm.size == 1 else []
 
 
-def _exchange(comm: Communicator, statement: Statement, header: str, root: Any) -> list[Statement]:
-    """The statements that this rank gets to hear; those it doesn't hear repeat its own, without facts.
+def raise_alike(comm: Communicator, check: Callable[[], None]) -> None:
+    """Run a check whose errors of ours every rank raises that heard what this one did."""
+    try:
+        check()
+    except NcclCommError:
+        comm._in_step = True
+        raise
 
-    A statement that says the same as this rank's is this rank's object.
+
+def _fail(comm: Communicator, failure: Exception, *, are_told: bool) -> NoReturn:
+    """Raise what is wrong with this rank's arguments.
+
+    Where the others are not told, the program may make the call once more with better ones. What is no error of ours
+    can be a signal's exception, which came at any point of the call, and the communicator is given up.
     """
-    said = encode(statement)
-    if header == "all" or statement.number < comm._checked_calls:
-        return [statement if data == said else decode(data) for data in comm._control.all_gather_bytes(said)]
-    unheard = Statement(statement.call, statement.number, statement.same)
-    heard = [unheard] * comm.size
-    heard[comm.rank] = statement
-    if header == "root":
-        with contextlib.suppress(ArgumentError):
-            rank = check_root(root, comm.size, statement.call)
-            heard[rank] = decode(comm._control.broadcast_bytes(said, rank))
-    return heard
+    comm._in_step = are_told or isinstance(failure, NcclCommError)
+    raise named(comm, failure) from failure.__cause__
 
 
-def _named(comm: Communicator, failure: Exception) -> Exception:
-    """The failure with this rank's name in front, in its own class where that class is ours."""
-    if not isinstance(failure, NcclCommError) or comm.size == 1:
+def named(comm: Communicator, failure: Exception) -> Exception:
+    """The failure with this rank's name in front, in its own class where that is ours; `explained` names MPI's."""
+    if not isinstance(failure, NcclCommError) or isinstance(failure, MpiError) or comm.size == 1:
         return failure
     named = copy.copy(failure)
     named.args = (f"{comm.topology.describe(comm.rank)}: {failure}",)

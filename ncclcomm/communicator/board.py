@@ -9,8 +9,12 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ncclcomm.communicator.watchdog_queued import QueuedWork
 
 __all__ = ["BOARD", "Board", "Running", "describe_call", "where_is_main_thread"]
 
@@ -49,6 +53,8 @@ class Board:
 
     running: dict[int, Running] = field(default_factory=dict)
     """By thread."""
+    queued: dict[str, QueuedWork] = field(default_factory=dict)
+    """By communicator: the work of calls that returned, on this rank's device."""
     last: dict[str, tuple[str, int]] = field(default_factory=dict)
     """By communicator: the call that ended last, and its number."""
     broken: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -62,13 +68,17 @@ class Board:
 
     def enter(self, entry: Running) -> None:
         """Say that this thread is in a call."""
-        self.running[threading.get_ident()] = entry
+        self.running[get_ident()] = entry
 
-    def leave(self, entry: Running, *, took_place: bool) -> None:
+    def leave(self, entry: Running, took_place: bool) -> None:
         """Say that it has left it; a call that was refused at once took no place among the communicator's calls."""
-        self.running.pop(threading.get_ident(), None)
+        self.running.pop(get_ident(), None)
         if took_place:
             self.last[entry.group] = (entry.call, entry.number)
+
+    def is_in(self, entry: Running) -> bool:
+        """True if this thread is in the call."""
+        return self.running.get(get_ident()) is entry
 
     def close(self, group: str) -> None:
         """Say that this process has closed a communicator, and forget one that it closed long ago."""
@@ -85,8 +95,9 @@ class Board:
             group: the communicator that is asked about; None, and whichever it is once this process leaves: all.
         """
         now = time.monotonic()
-        last, broken = dict(self.last), dict(self.broken)
+        last, broken, queued = dict(self.last), dict(self.broken), dict(self.queued)
         if group is not None and not self.leaving:
+            queued = {name: work for name, work in queued.items() if name == group}
             last = {name: value for name, value in last.items() if name == group}
             broken = {name: value for name, value in broken.items() if name == group}
         return {
@@ -101,6 +112,7 @@ class Board:
                 }
                 for thread, entry in list(self.running.items())
             ],
+            "queued": [told for work in queued.values() for told in work.told()],
             "last": last,
             "broken": broken,
             "leaving": self.leaving,

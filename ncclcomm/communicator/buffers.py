@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ncclcomm.arrays import HOST_MEMORY, View, contiguous_flat, empty_on, is_contiguous
 from ncclcomm.chunks import chunk_slices
+from ncclcomm.communicator.wire import MOST_PAYLOAD_BYTES
 from ncclcomm.transport.peer import PeerTransport
 
 if TYPE_CHECKING:
     from ncclcomm.communicator.communicator import Communicator
 
-__all__ = ["Target", "near_view", "pack", "packed_target", "settle", "settled_flat", "target_for", "unpack"]
+__all__ = [
+    "Target",
+    "fill",
+    "near_view",
+    "pack",
+    "packed_target",
+    "parts_in",
+    "payload_of",
+    "settle",
+    "settled_flat",
+    "target_for",
+    "unpack",
+]
 
 
 class Target:
@@ -30,7 +45,7 @@ class Target:
             self.near = empty_on(comm._backend, array.data.shape, array.data.dtype, comm.device)
         data = self.near.data
         self._is_flat = is_contiguous(data)
-        self.flat = data.reshape(-1) if self._is_flat else comm._flat_like(data.size, data.dtype, self.near.device)
+        self.flat = data.reshape(-1) if self._is_flat else comm._member.flat(data.size, data.dtype, self.near.device)
 
     def finish(self) -> Any:
         """Complete the caller's array and return it."""
@@ -78,6 +93,29 @@ def settled_flat(comm: Communicator, array: View) -> Any:
     return contiguous_flat(near_view(comm, array).data)
 
 
+def payload_of(comm: Communicator, flat: Any) -> bytes:
+    """The elements, where they are so few that they go with the facts: in unchecked calls, from host memory."""
+    if comm.size == 1 or comm._calls <= comm._checked_calls or not isinstance(flat, np.ndarray):
+        return b""
+    return flat.tobytes() if flat.nbytes <= MOST_PAYLOAD_BYTES else b""
+
+
+def fill(flat: Any, payload: bytes) -> None:
+    """Put elements that came with the facts where they belong."""
+    flat.view(np.uint8)[...] = np.frombuffer(payload, np.uint8)
+
+
+def parts_in(counts: Sequence[int], itemsize: int, order: Sequence[int]) -> list[slice]:
+    """For each rank, where in the bytes of all ranks' elements, which lie in an order of ranks, its own are."""
+    parts = [slice(0)] * len(counts)
+    start = 0
+    for rank in order:
+        stop = start + counts[rank] * itemsize
+        parts[rank] = slice(start, stop)
+        start = stop
+    return parts
+
+
 def target_for(comm: Communicator, shape: Sequence[int], dtype: Any, device: int, out: View | None = None) -> Target:
     """A target in the caller's `out`, once the work queued on it is done, or in a new array on a device."""
     if out is None:
@@ -89,8 +127,9 @@ def target_for(comm: Communicator, shape: Sequence[int], dtype: Any, device: int
 
 def _is_packed(comm: Communicator, data: Any, dim: int) -> bool:
     """True where an array's own memory already is all ranks' parts in node order."""
-    in_order = comm.topology.node_order == tuple(range(comm.size))
-    return dim == 0 and in_order and is_contiguous(data)
+    if dim != 0 or not is_contiguous(data):
+        return False
+    return comm.num_nodes == 1 or comm.topology.node_order == tuple(range(comm.size))
 
 
 def pack(comm: Communicator, array: View, counts: Sequence[int], dim: int) -> Any:
@@ -98,7 +137,7 @@ def pack(comm: Communicator, array: View, counts: Sequence[int], dim: int) -> An
     array = near_view(comm, array)
     if _is_packed(comm, array.data, dim):
         return array.data.reshape(-1)
-    packed = comm._flat_like(array.data.size, array.data.dtype, array.device)
+    packed = comm._member.flat(array.data.size, array.data.dtype, array.device)
     slices = chunk_slices(counts, dim)
     start = 0
     for rank in comm.topology.node_order:
@@ -122,4 +161,4 @@ def packed_target(comm: Communicator, array: View, dim: int) -> tuple[Any, bool]
     """A flat array to gather into, and whether it is the array's own memory (so that nothing is to be unpacked)."""
     if _is_packed(comm, array.data, dim):
         return array.data.reshape(-1), True
-    return comm._flat_like(array.data.size, array.data.dtype, array.device), False
+    return comm._member.flat(array.data.size, array.data.dtype, array.device), False

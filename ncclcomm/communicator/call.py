@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ncclcomm.communicator.board import BOARD, Running
-from ncclcomm.errors import ArgumentError
+from ncclcomm.communicator.watchdog_queued import note_queued
+from ncclcomm.errors import ArgumentError, MpiError
 
 if TYPE_CHECKING:
     from ncclcomm.communicator.communicator import Communicator
 
-__all__ = ["Call", "in_one_line"]
+__all__ = ["begin", "end", "explained", "in_call", "in_one_line"]
+
+T = TypeVar("T")
+
+_YOUNG_S = 0.5
+"""Watchdogs look at no call of this age: the entry of one that took less is nobody else's, and serves the next one."""
 
 
 def in_one_line(kind: type[BaseException], error: BaseException | None) -> str:
@@ -18,42 +27,83 @@ def in_one_line(kind: type[BaseException], error: BaseException | None) -> str:
     return ": ".join([kind.__name__, *str(error).splitlines()[:1]])
 
 
-class Call:
-    """A call in progress: what the watchdogs tell of it, and the rank's GPU as the current device."""
+def begin(comm: Communicator, call: str, arguments: tuple[Any, ...], limit_s: float | None) -> None:
+    """Put a call on the board, as what this thread is in.
 
-    __slots__ = ("_comm", "_device", "_entry")
+    Called in a `try` whose handler calls `end` if comm._entry is set: a signal's exception may come in here too.
+    """
+    now = monotonic()
+    entry = comm._last_entry
+    if entry is not None and now - entry.since_s < _YOUNG_S:
+        entry.call, entry.number, entry.arguments = call, comm._calls, arguments
+        entry.limit_s, entry.since_s = limit_s, now
+    else:
+        entry = comm._last_entry = Running(comm._member.name, call, comm._calls, arguments, limit_s, now)
+    comm._committed = comm._in_step = comm._uses_device = False
+    comm._received = None
+    comm._entry = entry
+    BOARD.enter(entry)
 
-    def __init__(self, comm: Communicator, call: str, arguments: tuple[Any, ...], timeout_s: float | None) -> None:
-        self._comm = comm
-        limit_s = comm._timeout_s if timeout_s is None else timeout_s
-        self._entry = Running(comm._member.name, call, comm._calls, arguments, limit_s)
 
-    def __enter__(self) -> None:
-        """Begin."""
-        running = self._comm._entry
-        if running is not None:
-            raise ArgumentError(
-                f"{self._entry.call}: this communicator is in {running.call} in another thread; one thread at a time "
-                "may call it. Split off a communicator for each thread, or take turns"
-            )
-        self._device = self._comm._member.on_device()
-        self._device.__enter__()
-        self._comm._entry = self._entry
-        self._comm._committed = False
-        BOARD.enter(self._entry)
+def end(comm: Communicator, kind: type[BaseException] | None, error: BaseException | None) -> None:
+    """Take it off; a call that failed here alone leaves the communicator unusable.
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        """End; a call that failed here alone leaves the communicator unusable."""
-        took_place = self._comm._calls > self._entry.number
-        BOARD.leave(self._entry, took_place=took_place)
-        try:
-            self._device.__exit__(kind, error, traceback)
-        finally:
-            if kind is not None and self._comm.size > 1:
-                if self._comm._committed:
-                    why = "failed on this rank while data moved"
-                    self._comm._break(f"{self._entry.call} {why}: {in_one_line(kind, error)}")
-                elif took_place and not issubclass(kind, Exception):
-                    why = "was interrupted on this rank while the ranks agreed"
-                    self._comm._break(f"{self._entry.call} {why}: {in_one_line(kind, error)}")
-            self._comm._entry = None
+    An exception that comes in here is the call's own: the handler ends the call once more.
+    """
+    entry = comm._entry
+    assert entry is not None
+    took_place = comm._calls > entry.number
+    BOARD.leave(entry, took_place)
+    if kind is not None and comm.size > 1 and not (comm._broken or comm._closed):
+        if comm._committed:
+            comm._break(f"{entry.call} failed on this rank while data moved: {in_one_line(kind, error)}")
+        elif (took_place or comm._received is not None) and not comm._in_step:
+            comm._break(f"{entry.call} was interrupted on this rank while the ranks agreed: {in_one_line(kind, error)}")
+    entry.arguments = ()  # the entry outlives the call, and must not keep the caller's arrays
+    comm._entry = None
+
+
+def explained(comm: Communicator, error: MpiError) -> MpiError:
+    """An error of MPI's, with the rank that it is on, and what may lie behind it."""
+    hint = ""
+    if comm.size > 1 and comm._calls > comm._checked_calls:
+        hint = ". Ranks may have passed arguments that don't fit: NCCLCOMM_CHECK=true finds out"
+    named = copy.copy(error)
+    named.args = (f"{comm.topology.describe(comm.rank)}: {error}{hint}",)
+    return named
+
+
+def in_call(
+    comm: Communicator, call: str, arguments: tuple[Any, ...], timeout_s: float | None, body: Callable[[], T]
+) -> T:
+    """Run the long way of a call: the watchdogs tell of it, and the rank's GPU is the current device.
+
+    It begins the call, or goes on with the one that the short way has begun, and left to the long way. This is no
+    context manager, since a signal's exception can come between a `with` block and its `__exit__`.
+    """
+    running = comm._entry
+    if running is not None and (comm._received is None or not BOARD.is_in(running)):
+        raise ArgumentError(
+            f"{call}: this communicator is in {running.call} in another thread; one thread at a time "
+            "may call it. Take turns, in one order on all ranks; or, for host arrays alone, split off one for each "
+            "thread"
+        )
+    device = comm._member.on_device()
+    try:
+        if running is None:
+            begin(comm, call, arguments, comm._timeout_s if timeout_s is None else timeout_s)
+        with device:
+            result = body()
+            if comm._uses_device:
+                assert comm._entry is not None
+                note_queued(comm, comm._entry)
+        end(comm, None, None)
+    except BaseException as error:
+        if comm._entry is not None:
+            end(comm, type(error), error)
+        if isinstance(error, MpiError):
+            raise explained(comm, error) from error.__cause__
+        raise
+    if comm._quick is None:
+        comm._find_short_way()
+    return result

@@ -38,6 +38,9 @@ class Control(Protocol):
     def broadcast_bytes(self, data: bytes, root: int) -> bytes:
         """The root's bytes on every rank; what the others pass is ignored."""
 
+    def gather_bytes(self, data: bytes, root: int) -> list[bytes]:
+        """Every rank's bytes, in rank order, on the root; nothing on the others, which wait for nobody."""
+
     def barrier_within(self, limit_s: float) -> bool:
         """True when all ranks have called it; False if that takes longer, and no call can follow then."""
 
@@ -60,6 +63,10 @@ class SoloControl:
     def broadcast_bytes(self, data: bytes, root: int) -> bytes:
         """See Control."""
         return data
+
+    def gather_bytes(self, data: bytes, root: int) -> list[bytes]:
+        """See Control."""
+        return [data]
 
     def barrier_within(self, limit_s: float) -> bool:
         """See Control."""

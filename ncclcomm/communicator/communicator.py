@@ -7,15 +7,19 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+from ncclcomm.arrays import HOST_MEMORY
+from ncclcomm.communicator import barrier as _barrier
 from ncclcomm.communicator import broadcast as _broadcast
 from ncclcomm.communicator import gather as _gather
 from ncclcomm.communicator import reduce as _reduce
 from ncclcomm.communicator import scatter as _scatter
 from ncclcomm.communicator.agree import Facts, agree
 from ncclcomm.communicator.board import BOARD, Running
-from ncclcomm.communicator.call import Call, in_one_line
+from ncclcomm.communicator.call import in_call, in_one_line
 from ncclcomm.communicator.engine import Engine
 from ncclcomm.communicator.explain import explain
+from ncclcomm.communicator.forks import end_in_children, refuse_pickling
+from ncclcomm.communicator.quick import Quick, quick_for
 from ncclcomm.communicator.setup import Member, drop, join
 from ncclcomm.errors import AbortedError, ClosedError
 
@@ -71,17 +75,19 @@ class Communicator:
         self.backend: str = member.backend.name
         self.mpi_comm: Any = member.mpi_comm
         """The mpi4py communicator that the calls use (a duplicate); None in a world without MPI. Don't free it."""
-        self._backend = member.backend
-        self._control = member.control
+        self._backend, self._control = member.backend, member.control
         self._checked_calls = float("inf") if member.check is True else int(member.check)
-        self._calls = 0
-        self._closed = False
-        self._broken = ""  # why no further call can be made
+        self._calls, self._closed, self._broken = 0, False, ""  # the last: why no further call can be made
         self._timeout_s = member.timeout_s
         self._entry: Running | None = None
-        self._committed = False
+        self._last_entry: Running | None = None
+        # Of the call in progress: data moves, others hear of it, it queues device work, ranks stay in step if it fails
+        self._committed = self._stated = self._uses_device = self._in_step = False
+        self._received: Any = None  # what the short way heard of it, and leaves to the long one
+        self._quick: Quick | None = None
         self._finalizer = weakref.finalize(self, drop, member)
         self._finalizer.atexit = False
+        end_in_children(self)
 
     @classmethod
     def _of(cls, member: Member) -> Communicator:
@@ -100,27 +106,25 @@ class Communicator:
                 f"{self.topology.describe(self.rank)}: {call}: the ranks may be in any state, so that only close() is "
                 f"left: {self._broken}"
             )
-        number = self._calls
         self._calls += 1
-        return number
+        return self._calls - 1
 
     def _break(self, why: str) -> None:
         """Make no further call with this rank's handle, and let the watchdogs of those who wait for it know."""
         self._broken = why
+        self._quick = None
+        self._finalizer.detach()  # freed, it could hand its messages on to the next communicator
         if self.size > 1:
             BOARD.broken[self._member.name] = (self._entry.number if self._entry else self._calls, why)
 
-    def _commit(self) -> None:
-        """From here on data moves: what fails on this rank alone leaves the others waiting."""
-        self._committed = True
-
     def _engine(self, device: int) -> Engine:
         """What runs collectives on arrays of a device or of host memory."""
+        self._uses_device = device != HOST_MEMORY
         return self._member.engine(device)
 
-    def _flat_like(self, count: int, dtype: Any, device: int) -> Any:
-        """A new flat array in the plain form of the memory that `device` means."""
-        return self._member.flat(count, dtype, device)
+    def _find_short_way(self) -> None:
+        """From here on take the short way of calls, if there is one."""
+        self._quick = quick_for(self)
 
     def broadcast(self, array: Any = None, *, root: int = 0, out: Any = None, timeout_s: float | None = None) -> Any:
         """Give every rank the root's array.
@@ -147,8 +151,7 @@ class Communicator:
 
         See: MPI_Bcast; torch.distributed.broadcast.
         """
-        with Call(self, "broadcast", (array, out), timeout_s):
-            return _broadcast.broadcast(self, array, root, out)
+        return _broadcast.broadcast(self, array, root, out, timeout_s)
 
     def scatter(
         self,
@@ -185,8 +188,7 @@ class Communicator:
 
         See: MPI_Scatterv; torch.distributed.scatter.
         """
-        with Call(self, "scatter", (array, out), timeout_s):
-            return _scatter.scatter(self, array, root, chunk_sizes, dim, out)
+        return _scatter.scatter(self, array, root, chunk_sizes, dim, out, timeout_s)
 
     def gather(
         self, array: Any, *, root: int = 0, dim: int = 0, out: Any = None, timeout_s: float | None = None
@@ -207,14 +209,14 @@ class Communicator:
             On the root out, or a new C-contiguous array where its own part is; None on the others.
 
         Raises:
-            ArgumentError, UnsupportedError: this rank's arguments are wrong; on every rank.
-            MismatchError: ranks disagree on root, dim, dtype or the other dimensions; on every rank, before data moves.
+            ArgumentError, UnsupportedError: this rank's arguments are wrong; while calls are checked, on every rank.
+            MismatchError: ranks disagree on root, dim, dtype or the other dimensions; while calls are checked, on every
+                rank, before data moves; else on the root, which can make no further call.
             CommTimeoutError: a rank did not come in time; says where every rank is.
 
         See: MPI_Gatherv; torch.distributed.gather.
         """
-        with Call(self, "gather", (array,), timeout_s):
-            return _gather.gather(self, array, root, dim, out)
+        return _gather.gather(self, array, root, dim, out, timeout_s)
 
     def reduce(
         self, array: Any, *, op: str = "sum", root: int = 0, out: Any = None, timeout_s: float | None = None
@@ -241,8 +243,7 @@ class Communicator:
 
         See: MPI_Reduce; torch.distributed.reduce.
         """
-        with Call(self, "reduce", (array,), timeout_s):
-            return _reduce.reduce(self, "reduce", array, op, root, out)
+        return _reduce.reduce(self, "reduce", array, op, root, out, timeout_s)
 
     def reduce_add(self, array: Any, *, root: int = 0, out: Any = None, timeout_s: float | None = None) -> Any:
         """Sum all ranks' arrays to the root: `reduce` with op='sum', by the name of the in-process call.
@@ -264,8 +265,7 @@ class Communicator:
 
         See: MPI_Reduce; torch.cuda.comm.reduce_add.
         """
-        with Call(self, "reduce_add", (array,), timeout_s):
-            return _reduce.reduce(self, "reduce_add", array, "sum", root, out)
+        return _reduce.reduce(self, "reduce_add", array, "sum", root, out, timeout_s)
 
     def all_reduce(self, array: Any, *, op: str = "sum", out: Any = None, timeout_s: float | None = None) -> Any:
         """Reduce all ranks' arrays, element by element, to every rank.
@@ -289,8 +289,7 @@ class Communicator:
 
         See: MPI_Allreduce; torch.distributed.all_reduce.
         """
-        with Call(self, "all_reduce", (array,), timeout_s):
-            return _reduce.all_reduce(self, array, op, out)
+        return _reduce.all_reduce(self, array, op, out, timeout_s)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank of the communicator has called it; it waits for no device's work.
@@ -305,9 +304,7 @@ class Communicator:
 
         See: MPI_Barrier; torch.distributed.barrier.
         """
-        with Call(self, "barrier", (), timeout_s):
-            agree(self, "barrier", lambda: Facts(None, {}, {}))
-            self._member.barrier()
+        _barrier.barrier(self, timeout_s)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Make a communicator of the ranks that pass the same color.
@@ -326,8 +323,7 @@ class Communicator:
 
         See: MPI_Comm_split.
         """
-        with Call(self, "split", (), None):
-            member = self._member.split(self, color, key)
+        member = in_call(self, "split", (), None, lambda: self._member.split(self, color, key))
         return None if member is None else Communicator._of(member)
 
     def explain(self, op: str, nbytes: int) -> str:
@@ -354,17 +350,21 @@ class Communicator:
         """
         if self._closed:
             return
+        self._quick = None
         if self._broken or self._member.is_over:
             self._closed = True
             return
-        with Call(self, "close", (), None):
-            agree(self, "close", lambda: Facts(None, {}, {}))
-            if self._calls > self._checked_calls:
-                self._control.all_gather_bytes(b"")  # a rank that ends early could be taken for one that failed
-            self._closed = True
-            self._finalizer.detach()
-            self._member.close()
+        in_call(self, "close", (), None, self._give_back)
         BOARD.close(self._member.name)
+
+    def _give_back(self) -> None:
+        """Close, with the other ranks."""
+        agree(self, "close", lambda: Facts(None, {}, {}))
+        if self._calls > self._checked_calls:
+            self._control.all_gather_bytes(b"")  # a rank that ends early could be taken for one that failed
+        self._closed = True
+        self._finalizer.detach()
+        self._member.close()
 
     def abort(self, reason: str = "") -> None:
         """Make no further call: a rank that waits for this one is told the reason, and the job ends.
@@ -390,10 +390,11 @@ class Communicator:
             self._break(f"left its `with` block by {in_one_line(exc_type, exc)}")
             self._closed = True
 
+    __reduce__ = refuse_pickling
+
     def __repr__(self) -> str:
         """Name the rank and what the group is made of."""
-        state = "closed " if self._closed else ""
         return (
-            f"<ncclcomm {state}Communicator rank {self.rank} of {self.size}, node {self.node} of {self.num_nodes}, "
-            f"{self.backend} device {self.device}>"
+            f"<ncclcomm {'closed ' * self._closed}Communicator rank {self.rank} of {self.size}, node {self.node} of "
+            f"{self.num_nodes}, {self.backend} device {self.device}>"
         )

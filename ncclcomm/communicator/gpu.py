@@ -50,25 +50,35 @@ class GpuGroup:
         def wait() -> None:
             backend.current_stream(device).synchronize()
 
+        def refuse_capture() -> None:
+            backend.refuse_capture(device)
+
         from ncclcomm.transport import mpi
         from ncclcomm.transport.staged import StagedTransport
 
         def staged(comm: Any) -> Transport:
             inner = mpi.MpiTransport(comm, member.chunk_bytes)
             nbytes = min(_STAGING_BYTES, member.chunk_bytes)
-            return StagedTransport(inner, copy, wait, backend.empty_pinned, nbytes)
+            return StagedTransport(inner, copy, wait, backend.empty_pinned, nbytes, refuse_capture)
 
         def leaders() -> Transport | None:
             return None if across is None else staged(across)
 
-        # Each step may fail on one rank alone, for want of memory say: then all ranks get the error.
+        # Each step may fail on one rank alone, for want of memory say: then all ranks get the error. In the midst of
+        # NCCL's start the others would wait for that rank in NCCL; so the device shows before that it works.
+        together(member.control, member.rank, "first use", lambda: backend.touch(device))
         node, local_rank = member.topology.locate(member.rank)
         own = mpi.split(member.mpi_comm, node, local_rank)
         across = mpi.split(member.mpi_comm, 0 if local_rank == 0 else None, node)
-        if self.use_nccl:
-            intra = _connect(member, own, local_rank)
-        else:
-            intra = together(member.control, member.rank, "first use", lambda: staged(own))
+        try:
+            if self.use_nccl:
+                intra = _connect(member, own, local_rank)
+            else:
+                intra = together(member.control, member.rank, "first use", lambda: staged(own))
+        except Exception:
+            if across is not None:
+                mpi.free(across)
+            raise
         inter = None
         if member.topology.num_nodes > 1:
             inter = together(member.control, member.rank, "first use", leaders)

@@ -169,7 +169,7 @@ class Member:
         wanted = None if mine is None else colors.index(mine)
         order = sorted(range(comm.size), key=lambda rank: (facts[rank]["key"], rank)).index(comm.rank)
         if self.mpi_comm is None:
-            return None if wanted is None else replace(self, _host_engine=None, _device_engine=None)
+            return None if wanted is None else replace(self, _host_engine=None, _device_engine=None).watch()
         from ncclcomm.transport import mpi
 
         _free_dropped(self.control)
@@ -202,9 +202,12 @@ class Member:
             if self.mpi_comm is not None:
                 from ncclcomm.transport import mpi
 
-                if self.addresses:
-                    watchdog(mpi.end_job).groups.pop(self.name, None)
                 stack.callback(mpi.free, self.mpi_comm)
+                if self.addresses:
+                    dog = watchdog(mpi.end_job)
+                    dog.close(self.name)
+                    # After the engines, which may wait for work of a device.
+                    stack.callback(dog.remove, self.name)
             for engine in (self._host_engine, self._device_engine):
                 if engine is not None:
                     stack.callback(engine.close)

@@ -2,7 +2,8 @@
 
 Ranks talk over TCP sockets whose addresses are exchanged when a communicator is made, never over MPI, so that they can
 talk while MPI waits. A watchdog ends the job where waiting makes no sense: a rank that the call needs has left or
-died, or the call's time limit is over. It tells where everybody is where a call only takes long.
+died, or the call's time limit is over. It tells where everybody is where a call only takes long. All this holds for a
+call that has returned too, until the work that it queued on a device has ended.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ncclcomm.communicator.board import BOARD, Running
 from ncclcomm.communicator.exits import wait_until_read
 from ncclcomm.communicator.watchdog_address import Address, listen
 from ncclcomm.communicator.watchdog_answers import DIED, SILENT, Group, lost_ranks, ranks_in_call, report
+from ncclcomm.communicator.watchdog_queued import Poller, QueuedCall, QueuedWork
 from ncclcomm.topology import format_ranks
 
 __all__ = ["Watchdog", "say_goodbye", "watchdog"]
@@ -34,6 +37,9 @@ ANSWER_S = 2.0
 
 ANSWERS_S = 3.0
 """How long all ranks together have to answer, whatever the number of silent ones."""
+
+POLL_S = 2.0
+"""How long a device has to say whether work has ended, where much depends on it."""
 
 GOODBYE_S = 2.0
 """How long a rank that leaves takes, at the most, to tell the others."""
@@ -81,11 +87,12 @@ class Watchdog:
         self._launcher = os.getppid()
         self._is_launched = False
         self._has_complained = False
+        self._poller = Poller(self._queued, self._complain)
         threading.Thread(target=self._serve, name="ncclcomm-watchdog-serve", daemon=True).start()
         threading.Thread(target=self._watch, name="ncclcomm-watchdog", daemon=True).start()
 
     def add(self, group: Group, *, is_launched: bool) -> None:
-        """Watch the calls of a communicator, until it is taken out of `groups`.
+        """Watch the calls of a communicator.
 
         Args:
             group: the communicator.
@@ -94,6 +101,25 @@ class Watchdog:
         """
         self.groups[group.name] = group
         self._is_launched = is_launched
+
+    def close(self, name: str) -> None:
+        """Let the other ranks of a communicator leave, since all have come to close it.
+
+        Args:
+            name: the communicator's name.
+        """
+        if name in self.groups:
+            self.groups[name] = replace(self.groups[name], is_closing=True)
+
+    def remove(self, name: str) -> None:
+        """Watch a communicator no longer, whose device work has ended.
+
+        Args:
+            name: the communicator's name.
+        """
+        self.groups.pop(name, None)
+        if name in BOARD.queued:
+            BOARD.queued.pop(name).forget()
 
     def _complain(self, what: str, error: Exception) -> None:
         """Say once that something of the watchdog itself failed, which must not end the job."""
@@ -136,13 +162,33 @@ class Watchdog:
             time.sleep(0.25)
             if self._is_launched and os.getppid() != self._launcher:
                 _end_orphan()
-            for entry in list(BOARD.running.values()):
+            for entry in [*list(BOARD.running.values()), *self._queued_calls()]:
                 group = self.groups.get(entry.group)
                 try:
                     if group is not None:
                         self._look(entry, group)
                 except Exception as error:  # a thread that died of it would end the job
                     self._complain("the watchdog's look at a call", error)
+
+    def _queued(self) -> list[QueuedWork]:
+        """Each communicator's queued work."""
+        return [work for work in list(BOARD.queued.values()) if work.group in self.groups]
+
+    def _queued_calls(self) -> list[QueuedCall]:
+        """For each communicator the oldest call whose work on a device has not ended, as far as is known."""
+        queued = self._queued()
+        if queued:
+            self._poller.begin()
+        return [call for work in queued if (call := work.oldest()) is not None]
+
+    def _goes_on(self, entry: Running) -> bool:
+        """True if a thread is still in the call, or its work has still not ended."""
+        if not isinstance(entry, QueuedCall):
+            return any(running is entry for running in list(BOARD.running.values()))
+        # A process that was stopped for long must not take its first look for its last.
+        self._poller.poll(POLL_S)
+        work = BOARD.queued.get(entry.group)
+        return work is not None and work.is_oldest(entry)
 
     def _look(self, entry: Running, group: Group) -> None:
         """Ask the other ranks, when it is time, and act on what they say."""
@@ -151,12 +197,12 @@ class Watchdog:
         if age_s < entry.look_at_s and not late:
             return
         answers = self.ask(group)
-        if not _is_running(entry):
+        if not self._goes_on(entry):
             return
         if limit_s is not None and late and entry.limit_s is not None:
             self._end(entry, group, answers, f"the time limit of {limit_s:g} s is over")
             return
-        gone = _will_not_come(entry, answers)
+        gone = frozenset() if group.is_closing else _will_not_come(entry, answers)
         if gone:
             if gone & entry.suspects:
                 self._end(entry, group, answers, f"{format_ranks(sorted(gone))} will not come")
@@ -164,7 +210,7 @@ class Watchdog:
             entry.suspects = gone
             entry.look_at_s = age_s + CONFIRM_S
             return
-        if age_s > self.stall_s and not entry.is_told:
+        if age_s > self.stall_s and not entry.is_told and not _is_told_elsewhere(entry):
             entry.is_told = True
             if min(ranks_in_call(entry, answers) | {group.rank}) == group.rank:
                 print(report(entry, group, answers, "still waiting"), file=sys.stderr, flush=True)
@@ -176,7 +222,7 @@ class Watchdog:
         first = min(ranks_in_call(entry, answers) | {group.rank})
         if first != group.rank:
             time.sleep(YIELD_S)
-            if not _is_running(entry):
+            if not self._goes_on(entry):
                 return
         try:
             _write(report(entry, group, answers, why))
@@ -224,7 +270,7 @@ class Watchdog:
         for rank, address in enumerate(group.addresses):
             if answers[rank] == DIED:
                 left = self._left.get(address.token)
-                answers[rank] = DIED if left is None else {**left, "running": []}
+                answers[rank] = DIED if left is None else {**left, "running": [], "queued": []}
             elif isinstance(answers[rank], dict) and answers[rank]["leaving"]:
                 self._left[address.token] = answers[rank]
         return answers
@@ -304,18 +350,21 @@ def _end_orphan() -> None:
     os._exit(1)
 
 
-def _is_running(entry: Running) -> bool:
-    """True if a thread of this process is still in the call."""
-    return any(running is entry for running in list(BOARD.running.values()))
+def _is_told_elsewhere(entry: Running) -> bool:
+    """True for queued work of a communicator that is in a call: that call's own report names the work."""
+    return isinstance(entry, QueuedCall) and any(r.group == entry.group for r in list(BOARD.running.values()))
 
 
 def _will_not_come(entry: Running, answers: Sequence[Any]) -> frozenset[int]:
     """Ranks that the call needs and that will not make it.
 
     Those that finished it and left are among them only when data of theirs had time to arrive: an unchecked reduce
-    needs nothing more of a rank that sent its part, however late the others are.
+    needs nothing more of a rank that sent its part, however late the others are. Queued work may still end then: what
+    is before it on the device may take any time.
     """
     lost = lost_ranks(entry, answers)
+    if isinstance(entry, QueuedCall):
+        return lost.gone
     now = time.monotonic()
     if not (lost.left and lost.is_complete):
         entry.complete_at_s = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from ncclcomm.communicator.board import Running, describe_call
 from ncclcomm.communicator.watchdog_address import Address
+from ncclcomm.communicator.watchdog_queued import QueuedCall
 from ncclcomm.topology import Topology, format_ranks
 
 __all__ = ["DIED", "SILENT", "Group", "Lost", "lost_ranks", "ranks_in_call", "report", "report_head"]
@@ -25,6 +26,8 @@ class Group:
     topology: Topology
     rank: int
     addresses: tuple[Address, ...]
+    is_closing: bool = False
+    """All ranks have come to close it, so that those that are through may leave."""
 
     def describe(self, rank: int) -> str:
         """A rank in words, with its host where there are several."""
@@ -53,13 +56,21 @@ def _matching(entry: Running, answer: Any) -> list[dict[str, Any]]:
     return [running for running in answer["running"] if (running["group"], running["call"], running["number"]) == call]
 
 
+def _queued(entry: Running, answer: Any) -> dict[str, Any] | None:
+    """The oldest call of the communicator whose work on a rank's device has not ended."""
+    told = answer["queued"] if isinstance(answer, dict) else []
+    return next((queued for queued in told if queued["group"] == entry.group), None)
+
+
 def ranks_in_call(entry: Running, answers: Sequence[Any]) -> set[int]:
-    """Ranks that are in the same call.
+    """Ranks that are in the same call; of one whose work is queued, those where work of the communicator hasn't ended.
 
     Args:
         entry: the call.
         answers: each rank's state, DIED or SILENT.
     """
+    if isinstance(entry, QueuedCall):
+        return {rank for rank, answer in enumerate(answers) if _queued(entry, answer)}
     return {rank for rank, answer in enumerate(answers) if _matching(entry, answer)}
 
 
@@ -94,10 +105,15 @@ def report_head(entry: Running, who: str, why: str) -> str:
         who: the rank that waited, in words.
         why: what ends the waiting, or that it goes on.
     """
-    detail = describe_call(entry.arguments)
-    waited_s = time.monotonic() - entry.since_s
-    call = f"{entry.call} (call {entry.number}{', ' + detail if detail else ''})"
-    return f"ncclcomm: {who}: waited {waited_s:.0f} s in {call}: {why}"
+    call = _call_in_words(entry.call, entry.number, describe_call(entry.arguments))
+    if isinstance(entry, QueuedCall):
+        return f"ncclcomm: {who}: {call} was queued {entry.queued_s:.0f} s ago, its device work has not ended: {why}"
+    return f"ncclcomm: {who}: waited {time.monotonic() - entry.since_s:.0f} s in {call}: {why}"
+
+
+def _call_in_words(call: str, number: int, detail: str) -> str:
+    """Such as `all_reduce (call 3, shape (2,), float64)`."""
+    return f"{call} (call {number}{', ' + detail if detail else ''})"
 
 
 def report(entry: Running, group: Group, answers: Sequence[Any], why: str) -> str:
@@ -110,18 +126,28 @@ def report(entry: Running, group: Group, answers: Sequence[Any], why: str) -> st
         why: what ends the waiting, or that it goes on.
     """
     same = sorted(ranks_in_call(entry, answers) | {group.rank})
-    lines = [report_head(entry, group.describe(group.rank), why), f"  in this call: {format_ranks(same)}"]
+    is_queued = isinstance(entry, QueuedCall)
+    where = "queued, and not ended, on the device of" if is_queued else "in this call"
+    lines = [report_head(entry, group.describe(group.rank), why), f"  {where}: {format_ranks(same)}"]
     for rank, answer in enumerate(answers):
         if rank not in same:
             lines.append(f"  {group.describe(rank)}: {_elsewhere(entry, answer)}")
         elif any(running["on_device"] for running in _matching(entry, answer)):
             lines.append(f"  {group.describe(rank)}: in this call, waiting for work queued on its device")
-    if len(lines) == 2:
+        elif (queued := _queued(entry, answer)) and not (is_queued and queued["number"] == entry.number):
+            lines.append(f"  {group.describe(rank)}: {_queued_in_words(queued)}")
+    if len(lines) == 2 or (is_queued and len(same) == len(answers)):
         lines.append(
             "  nobody is missing: the ranks' root, op, shape or dtype may differ (NCCLCOMM_CHECK=true finds out), "
-            "or timeout_s was passed on some of them alone"
+            f"or {'a stream waits for other work' if is_queued else 'timeout_s was passed on some of them alone'}"
         )
     return "\n".join(lines)
+
+
+def _queued_in_words(queued: dict[str, Any]) -> str:
+    """What is queued on a rank's device and has not ended."""
+    call = _call_in_words(queued["call"], queued["number"], queued["detail"])
+    return f"its device has not ended {call}, queued {queued['for_s']:.0f} s ago"
 
 
 def _elsewhere(entry: Running, answer: Any) -> str:
@@ -132,11 +158,13 @@ def _elsewhere(entry: Running, answer: Any) -> str:
         return "does not answer (stopped, or cut off)"
     words = []
     for running in answer["running"]:
-        detail = f", {running['detail']}" if running["detail"] else ""
-        words.append(f"in {running['call']} (call {running['number']}{detail}) for {running['for_s']:.0f} s")
+        call = _call_in_words(running["call"], running["number"], running["detail"])
+        words.append(f"in {call} for {running['for_s']:.0f} s")
     if not words:
         call, number = answer["last"].get(entry.group, ("", -1))
         words.append(f"last finished {call} (call {number})" if number >= 0 else "has finished no call")
+    if queued := _queued(entry, answer):
+        words.append(_queued_in_words(queued))
     if entry.group in answer["broken"]:
         # A time limit's reason is a whole report.
         words.append(f"can't go on: {answer['broken'][entry.group][1].splitlines()[0]}")

@@ -5,13 +5,28 @@ from __future__ import annotations
 import functools
 import marshal
 import pickle
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Statement", "decode", "dtype_code", "dtype_of", "encode"]
+__all__ = [
+    "MOST_PAYLOAD_BYTES",
+    "Statement",
+    "decode",
+    "dtype_code",
+    "dtype_of",
+    "encode",
+    "header_of",
+    "said_by",
+    "split_header",
+    "statement_of",
+]
+
+MOST_PAYLOAD_BYTES = 256
+"""Data that go behind a header: with most headers they fit one record."""
 
 _MARSHAL_VERSION = 2
 """Later versions write equal values in different bytes, by how often an object is referred to."""
@@ -23,7 +38,7 @@ _OF_ANOTHER_PACKAGE = 2
 """What dtype.isbuiltin says of a dtype such as bfloat16, whose name means nothing until its package is imported."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Statement:
     """What one rank says of its call.
 
@@ -51,6 +66,40 @@ def encode(statement: Statement) -> bytes:
 def decode(data: bytes) -> Statement:
     """The statement that a rank encoded."""
     return Statement(*marshal.loads(data))
+
+
+_FRONT = struct.Struct("<QI")
+"""In front of a header: the call's number, and how many bytes there are before the payload."""
+
+
+def said_by(statement: Statement) -> bytes:
+    """What a statement says besides its number: calls like each other say the same bytes."""
+    whole: Any = (statement.call, statement.same, statement.own, statement.error)
+    return marshal.dumps(whole, _MARSHAL_VERSION)
+
+
+def header_of(number: int, said: bytes, payload: bytes = b"") -> bytes:
+    """A call's number, what is said of it, and data behind that."""
+    return _FRONT.pack(number, len(said)) + said + payload
+
+
+def split_header(header: bytes) -> tuple[int, bytes, bytes]:
+    """The number, what is said, and the data of a header."""
+    number, length = _FRONT.unpack_from(header)
+    end = _FRONT.size + length
+    return number, header[_FRONT.size : end], header[end:]
+
+
+def statement_of(number: int, said: bytes) -> Statement:
+    """The statement that a rank made."""
+    call, same, own, error = _read(said)
+    return Statement(call, number, same, own, error)
+
+
+@functools.lru_cache(maxsize=256)
+def _read(said: bytes) -> Any:
+    """What was said, in values; a program's calls say few things again and again."""
+    return marshal.loads(said)
 
 
 @functools.lru_cache(maxsize=1024)

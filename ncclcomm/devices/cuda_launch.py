@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from ncclcomm.devices.cuda_streams import CudaStream, errors, hold, on_device, working
-from ncclcomm.errors import BackendUnavailableError, DeviceError
+from ncclcomm.devices import cuda_driver
+from ncclcomm.devices.cuda_held import hold
+from ncclcomm.devices.cuda_streams import CudaStream, errors, is_capturing, on_device, working
+from ncclcomm.errors import BackendUnavailableError, DeviceError, UnsupportedError
 
 __all__ = ["launch"]
 
@@ -98,6 +100,7 @@ def launch(stream: CudaStream, fn: Callable[..., object], *args: Any) -> None:
     Raises:
         BackendUnavailableError: cuda-bindings is not installed.
         DeviceError: the driver refuses.
+        UnsupportedError: the stream's work is captured into a graph.
     """
     try:
         from cuda.bindings import driver
@@ -105,6 +108,11 @@ def launch(stream: CudaStream, fn: Callable[..., object], *args: Any) -> None:
         raise BackendUnavailableError(
             "Stream.launch needs cuda-bindings: pip install 'ncclcomm[cuda13]' or 'ncclcomm[cuda12]'"
         ) from error
+    if is_capturing(stream.handle):
+        raise UnsupportedError(
+            "Stream.launch: the stream's work is captured into a CUDA graph, and a graph can't run Python; launch the "
+            "callable before or after the graph"
+        )
     worker = _start((stream.device, stream.handle))
     assert _words is not None
     word = _Word(_words)
@@ -124,8 +132,8 @@ def _work(key: tuple[int, int], jobs: queue.SimpleQueue[_Job]) -> None:
     while True:
         job = jobs.get()
         try:
-            with on_device(key[0]):
-                job.reached.synchronize()
+            cuda_driver.watch(key[0])
+            job.reached.synchronize()
             job.fn(*job.args)
         except BaseException as error:
             errors.setdefault(key, error)

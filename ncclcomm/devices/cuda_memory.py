@@ -9,7 +9,8 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from ncclcomm.devices.cuda_streams import CudaStream, hold, on_device, order, using
+from ncclcomm.devices.cuda_held import hold
+from ncclcomm.devices.cuda_streams import CudaStream, on_device, order, using
 from ncclcomm.reductions import ufunc_for
 
 __all__ = ["copy", "is_pinned", "reduce"]
@@ -17,7 +18,7 @@ __all__ = ["copy", "is_pinned", "reduce"]
 _TO_DEVICE, _TO_HOST, _WITHIN = 1, 2, 3
 """cudaMemcpyKind."""
 
-_PEER_ALREADY_ENABLED = 704
+_PEER_ALREADY_ENABLED, _TOO_MANY_PEERS = 704, 711
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -60,6 +61,7 @@ def _within(dst: Any, src: Any, stream: CudaStream) -> None:
 def _across(dst: Any, src: Any, stream: CudaStream) -> None:
     """Copy between devices, on a stream of dst's device; strided sides go through contiguous ones of their device."""
     _enable_peer(dst.device.id, src.device.id)
+    given = src
     if not src.flags.c_contiguous:
         here = cupy.cuda.get_current_stream(src.device.id)
         staged = _empty_like(src)
@@ -74,7 +76,7 @@ def _across(dst: Any, src: Any, stream: CudaStream) -> None:
         )
     if landing is not dst:
         _within(dst, landing, stream)
-    hold(stream, src, landing)
+    hold(stream, given, src, landing)
 
 
 def _empty_like(array: Any) -> Any:
@@ -92,7 +94,8 @@ def _enable_peer(device: int, peer: int) -> None:
                 try:
                     runtime.deviceEnablePeerAccess(there)
                 except runtime.CUDARuntimeError as error:
-                    if error.status != _PEER_ALREADY_ENABLED:
+                    # A device has only so many peers, eight over PCIe; copies between others go through the host.
+                    if error.status not in (_PEER_ALREADY_ENABLED, _TOO_MANY_PEERS):
                         raise
 
 

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import functools
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import cupy
+from cuda.pathfinder import DynamicLibNotFoundError
 from cupy.cuda import runtime
 
+from ncclcomm.devices import cuda_driver
 from ncclcomm.devices.base import EventImpl, StreamImpl
 from ncclcomm.devices.elapsed import no_timing, not_complete, not_recorded, two_devices
-from ncclcomm.errors import ArgumentError, DeviceError
+from ncclcomm.errors import ArgumentError, BackendUnavailableError, DeviceError, NcclCommError
 
 __all__ = [
     "CudaEvent",
     "CudaStream",
     "OpenedEvent",
+    "device_error",
     "errors",
-    "hold",
+    "is_capturing",
     "on_device",
     "order",
+    "record_current",
     "refuse_to_wait_for_itself",
     "take_error",
     "translated",
+    "translation",
     "using",
     "working",
 ]
@@ -62,21 +66,47 @@ def take_error(device: int, handle: int | None = None) -> None:
         ) from first[0]
 
 
+def device_error(error: Any, call: str) -> DeviceError:
+    """The DeviceError for a CUDARuntimeError that a call raised."""
+    return DeviceError(
+        f"{call}: {error}. An earlier kernel or copy may be the one that failed: CUDA_LAUNCH_BLOCKING=1 shows which",
+        code=int(error.status),
+        name=str(error).split(":", 1)[0],
+        call=call.rpartition(".")[2],
+    )
+
+
+def translation(error: RuntimeError, call: str) -> NcclCommError | None:
+    """Our error for one of the CUDA runtime or of CuPy's compiler; None for others.
+
+    Args:
+        error: what was raised.
+        call: the call that raised it, such as CudaStream.query.
+    """
+    if isinstance(error, runtime.CUDARuntimeError):
+        return device_error(error, call)
+    # CuPy has no class of its own for missing headers.
+    if isinstance(error, DynamicLibNotFoundError) or (type(error) is RuntimeError and "CUDA headers" in str(error)):
+        said = " ".join(str(error).split())
+        return BackendUnavailableError(
+            f"{call}: CuPy can't compile its kernels ({said}): pip install nvidia-cuda-nvrtc "
+            "nvidia-cuda-runtime or, for CUDA 12, pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+        )
+    return None
+
+
 def translated(func: Callable[P, R]) -> Callable[P, R]:
-    """Turn the CUDA runtime's errors into DeviceError, with the code, its name and the call."""
+    """Turn the CUDA runtime's errors into DeviceError, with the code, its name and the call; see translation."""
 
     @functools.wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return func(*args, **kwargs)
-        except runtime.CUDARuntimeError as error:
-            raise DeviceError(
-                f"{func.__qualname__}: {error}. An earlier kernel or copy may be the one that failed: "
-                "CUDA_LAUNCH_BLOCKING=1 shows which",
-                code=int(error.status),
-                name=str(error).split(":", 1)[0],
-                call=func.__name__,
-            ) from error
+        except RuntimeError as error:
+            ours = translation(error, func.__qualname__)
+            if ours is None:
+                raise
+            raise ours from error
 
     return call
 
@@ -91,14 +121,20 @@ class on_device:  # noqa: N801
 
     def __enter__(self) -> None:
         """Switch, if it is another one."""
-        self._before = runtime.getDevice()
-        if self._before != self._device:
-            runtime.setDevice(self._device)
+        try:  # not by translated, whose call more each use would pay
+            self._before = runtime.getDevice()
+            if self._before != self._device:
+                runtime.setDevice(self._device)
+        except runtime.CUDARuntimeError as error:
+            raise device_error(error, "on_device") from error
 
     def __exit__(self, *_: object) -> None:
         """Switch back."""
-        if self._before != self._device:
-            runtime.setDevice(self._before)
+        try:
+            if self._before != self._device:
+                runtime.setDevice(self._before)
+        except runtime.CUDARuntimeError as error:
+            raise device_error(error, "on_device") from error
 
 
 @contextmanager
@@ -111,6 +147,16 @@ def using(stream: CudaStream) -> Iterator[None]:
             yield
         finally:
             before.use()
+
+
+_NOT_READY = 600
+
+
+def _is_complete(status: int) -> bool:
+    """What the status of a query says; CuPy hands out errors too, and its `done` takes them for work that runs."""
+    if status not in (0, _NOT_READY):
+        raise runtime.CUDARuntimeError(status)
+    return status == 0
 
 
 class CudaStream(StreamImpl):
@@ -132,7 +178,7 @@ class CudaStream(StreamImpl):
     def query(self) -> bool:
         """True if all work enqueued so far is complete."""
         with on_device(self.device):
-            return bool(self.cupy.done)
+            return _is_complete(runtime.streamQuery(self.handle))
 
     @translated
     def synchronize(self) -> None:
@@ -194,7 +240,12 @@ class CudaEvent(EventImpl):
     @translated
     def query(self) -> bool:
         """True if the latest mark is reached or there is none."""
-        return self.cupy is None or bool(self.cupy.done)
+        return self.cupy is None or _is_complete(runtime.eventQuery(self.cupy.ptr))
+
+    @translated
+    def poll(self) -> bool:
+        """True if the latest mark is reached or there is none; see EventImpl.poll."""
+        return self.device is None or cuda_driver.is_complete(self.cupy.ptr, self.device)
 
     @translated
     def synchronize(self) -> None:
@@ -217,7 +268,7 @@ class CudaEvent(EventImpl):
         if self.device != end.device:
             raise two_devices(self.device, end.device)
         for which, event in events:
-            if not event.cupy.done:
+            if not event.query():
                 raise not_complete(which)
         return float(cupy.cuda.get_elapsed_time(self.cupy, end.cupy))
 
@@ -243,6 +294,26 @@ class OpenedEvent(CudaEvent):
         self.device = device
 
 
+_LEGACY_STREAM = 1
+"""Handles up to this one mean the legacy default stream, which can't be captured; asked about it, CUDA may refuse."""
+
+
+def is_capturing(handle: int) -> bool:
+    """True if a stream's work is now captured into a graph, to run later."""
+    return handle > _LEGACY_STREAM and bool(runtime.streamIsCapturing(handle))
+
+
+def record_current(event: CudaEvent, device: int) -> bool:
+    """Record an event on CuPy's current stream of the current device; see DeviceBackend.record_current."""
+    stream = cupy.cuda.get_current_stream(device).ptr
+    if is_capturing(stream):
+        return False
+    if event.device is None:
+        event._make(device)
+    cuda_driver.record(event.cupy.ptr, stream)
+    return True
+
+
 class _Marks(threading.local):
     """A thread's events for ordering streams, one a device. A wait keeps the mark it was made for, so one is enough."""
 
@@ -262,49 +333,3 @@ def order(first: CudaStream, later: CudaStream) -> None:
         runtime.eventRecord(event.ptr, first.handle)
     with on_device(later.device):
         runtime.streamWaitEvent(later.handle, event.ptr)
-
-
-_spare: dict[int, list[Any]] = {}
-"""Events of the reaper's, by device, to be used again."""
-
-_held: queue.SimpleQueue[tuple[int, Any, tuple[Any, ...]]] = queue.SimpleQueue()
-_MOST_SPARE = 64
-_reaper: threading.Thread | None = None
-_reaper_lock = threading.Lock()
-
-
-def hold(stream: CudaStream, *objects: Any) -> None:
-    """Keep objects alive until the work now enqueued on a stream is done.
-
-    CuPy's memory pool gives freed memory to later work of the stream that was current when it was allocated, which may
-    not be ordered after this one.
-    """
-    global _reaper
-    with on_device(stream.device):
-        try:
-            done = _spare[stream.device].pop()
-        except (KeyError, IndexError):
-            done = cupy.cuda.Event(block=True, disable_timing=True)
-        runtime.eventRecord(done.ptr, stream.handle)
-    _held.put((stream.device, done, objects))
-    if _reaper is None:
-        with _reaper_lock:
-            if _reaper is None:
-                _reaper = threading.Thread(target=_reap, name="ncclcomm-reaper", daemon=True)
-                _reaper.start()
-
-
-def _reap() -> None:
-    """Drop what is held, each when its work is done."""
-    while True:
-        device, done, objects = _held.get()
-        try:
-            done.synchronize()
-        except runtime.CUDARuntimeError:
-            # The device's context is broken, which the next call of the program reports; nothing runs there any more.
-            return
-        del objects
-        spare = _spare.setdefault(device, [])
-        if len(spare) < _MOST_SPARE:
-            spare.append(done)
-        del done

@@ -22,9 +22,9 @@ from ncclcomm.devices.elapsed import no_timing, not_complete, not_recorded, two_
 from ncclcomm.devices.host_array import HostArray, as_host_array
 from ncclcomm.devices.host_namespace import HostNamespace
 from ncclcomm.devices.host_queue import Group, Mark, Queue, queues_of
+from ncclcomm.devices.host_work import copy_each, reduce_each
 from ncclcomm.devices.host_workers import InlineQueue, WorkerQueue
 from ncclcomm.errors import ArgumentError, BackendUnavailableError, UnsupportedError
-from ncclcomm.reductions import reduce_into
 
 __all__ = ["HostBackend", "HostEvent", "HostStream"]
 
@@ -53,6 +53,10 @@ class HostStream(StreamImpl):
         """Wait for all work enqueued so far, and raise the first error of this stream since the last time."""
         self.queue.wait_idle()
         self.queue.group.raise_first(self.queue)
+
+    def is_settled(self) -> bool:
+        """True if `synchronize` would find nothing to wait for, and no error to raise."""
+        return self.queue.idle() and not self.queue.group.has_errors()
 
     def launch(self, fn: Callable[..., object], *args: Any) -> None:
         """Enqueue a Python callable."""
@@ -223,11 +227,11 @@ class HostBackend(DeviceBackend):
 
     def copy(self, dst: Any, src: Any, stream: StreamImpl) -> None:
         """Enqueue the copy, on plain views that hold both arrays."""
-        _queue(stream).submit(np.copyto, np.asarray(dst), np.asarray(src))
+        _queue(stream).submit(copy_each, [(np.asarray(dst), np.asarray(src))])
 
     def reduce(self, out: Any, arrays: list[Any], op: str, stream: StreamImpl) -> None:
         """Enqueue the reduction, on plain views that hold the arrays."""
-        _queue(stream).submit(reduce_into, np.asarray(out), [np.asarray(array) for array in arrays], op)
+        _queue(stream).submit(reduce_each, np.asarray(out), [np.asarray(array) for array in arrays], op)
 
     def must_snapshot(self, array: Any) -> bool:
         """True where workers run copies later."""

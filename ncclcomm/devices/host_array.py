@@ -7,6 +7,7 @@ arrays of two devices raise, as do operations with plain NumPy arrays, and reduc
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,11 +41,13 @@ class HostDevice:
 class HostArray(np.ndarray):
     """An array on a virtual device. Made by `ncclcomm.asarray`, `empty`, `zeros` or `ncclcomm.xp`, not directly."""
 
+    __slots__ = ("_device_id",)
+
     _device_id: int
 
     def __array_finalize__(self, obj: Any) -> None:
         """Views and results stay on the device of the array they come from."""
-        self._device_id = getattr(obj, "_device_id", 0)
+        self._device_id = obj._device_id if isinstance(obj, HostArray) else 0
 
     @property
     def device(self) -> HostDevice:  # type: ignore[override]
@@ -88,6 +91,14 @@ class HostArray(np.ndarray):
         out = kwargs.get("out")
         return out if isinstance(out, HostArray) else _wrap(result, device)
 
+    def __repr__(self) -> str:
+        """As a NumPy array's. NumPy would show each element by `self[index]`, which is a 0-d array, no number."""
+        return textwrap.indent(repr(_plain(self)), " " * len("Host")).replace("    array", "HostArray", 1)
+
+    def __str__(self) -> str:
+        """As a NumPy array's."""
+        return str(_plain(self))
+
     def dot(self, other: Any, out: Any = None) -> Any:
         """As numpy.dot, among arrays of one device."""
         return np.dot(self, other) if out is None else np.dot(self, other, out=out)
@@ -115,9 +126,12 @@ for _name in ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "s
     setattr(HostArray, _name, _total(_name))
 
 
+_view = np.ndarray.view
+
+
 def as_host_array(array: np.ndarray[Any, Any], device: int) -> HostArray:
     """View a NumPy array's memory as an array of a virtual device; no copy."""
-    view = np.ndarray.view(array, HostArray)
+    view: HostArray = _view(array, HostArray)
     view._device_id = device
     return view
 

@@ -44,6 +44,10 @@ class Group:
         with self._lock:
             self._errors.append((queue, report))
 
+    def has_errors(self) -> bool:
+        """True if errors are kept."""
+        return bool(self._errors)
+
     def raise_first(self, queue: Queue | None = None) -> None:
         """Raise the first kept error of the queue, or of any (None), and forget the others with it."""
         if not self._errors:

@@ -11,7 +11,7 @@ from ncclcomm.doctor.network import named_interfaces
 from ncclcomm.launcher.command import MPICH
 from ncclcomm.topology import format_ranks
 
-__all__ = ["check_node", "lacks_shared_memory"]
+__all__ = ["check_node", "lacks_shared_memory", "shared_memory_mend"]
 
 LEAST_SHM_BYTES = 64 << 20
 """What a container gets unless it asks for more; NCCL takes some 10 MiB for each pair of GPUs without direct access."""
@@ -57,6 +57,21 @@ def lacks_shared_memory(fact: RankFacts, ranks: int = 1) -> str:
     return ""
 
 
+def shared_memory_mend(fact: RankFacts) -> str:
+    """What to type where a rank lacks shared memory, or has little of it.
+
+    Args:
+        fact: the rank.
+    """
+    if fact.shm.get("error"):
+        # Missing, read-only or another user's: a new one over it mends them all.
+        return (
+            "in a container: docker run --tmpfs /dev/shm:rw,mode=1777,size=1g; else, as root: "
+            "mkdir -p /dev/shm && mount -t tmpfs -o mode=1777,size=1g tmpfs /dev/shm"
+        )
+    return "in a container: docker run --shm-size=1g (or --ipc=host); else, as root: mount -o remount,size=1g /dev/shm"
+
+
 def _mib(nbytes: int) -> str:
     """A size in MiB, of three digits."""
     return f"{nbytes / (1 << 20):.3g} MiB" if nbytes < 1000 << 20 else f"{nbytes / (1 << 30):.3g} GiB"
@@ -65,16 +80,16 @@ def _mib(nbytes: int) -> str:
 def _shared_memory(found: Findings) -> Line:
     """Is /dev/shm large enough?"""
     name = "node.shm"
-    mend = "in a container: docker run --shm-size=1g (or --ipc=host); else, as root: mount -o remount,size=1g /dev/shm"
     hosts = [_emptiest(members) for _, members in by_value(found.ranks, lambda fact: fact.host)]
     for fact in hosts:
         if reason := lacks_shared_memory(fact, fact.ranks_on_host):
             leftovers = "; files of dead jobs there may be deleted" if fact.shm.get("size_bytes", 0) > 1 << 30 else ""
-            return failed(name, f"{fact.host}: {reason}{leftovers}", mend)
+            return failed(name, f"{fact.host}: {reason}{leftovers}", shared_memory_mend(fact))
     least = min(hosts, key=lambda fact: int(fact.shm["free_bytes"]))
     text = f"/dev/shm has {_mib(least.shm['free_bytes'])} free of {_mib(least.shm['size_bytes'])} on {least.host}"
     if least.shm["free_bytes"] < LEAST_SHM_BYTES:
-        return warned(name, f"{text}; Open MPI wants 16 MiB a rank, NCCL {_mib(LEAST_SHM_BYTES)} and more", mend)
+        wanted = f"Open MPI wants 16 MiB a rank, NCCL {_mib(LEAST_SHM_BYTES)} and more"
+        return warned(name, f"{text}; {wanted}", shared_memory_mend(least))
     return passed(name, text)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ncclcomm.doctor.check_node import lacks_shared_memory
+from ncclcomm.doctor.check_node import lacks_shared_memory, shared_memory_mend
 from ncclcomm.doctor.check_trials import TRIALS
 from ncclcomm.doctor.check_world import MPI_INIT, launcher_misfits, mixes_threads
 from ncclcomm.doctor.facts import RankFacts, gather_facts
@@ -89,7 +89,7 @@ def _session(facts: RankFacts, settings: _Settings) -> Session:
     found = Findings([facts], ended_in=MPI_INIT, no_trials="MPI_Init ends this rank")
     if facts.mpi_flavour != OPENMPI and (reason := lacks_shared_memory(facts)):
         # Open MPI goes on without; the others die by SIGBUS, and launchers drop what dying ranks say.
-        return _refuse(found, _larger(reason))
+        return _refuse(found, f"{reason}: {shared_memory_mend(facts)}")
     last_words = settings.render(found) if facts.rank == 0 else ""
     settings.guard.stage(MPI_INIT, LONG * settings.limit_s, _init_mend(facts), last_words=last_words)
     world = World(mpi, facts)
@@ -123,11 +123,6 @@ def _init_mend(facts: RankFacts) -> str:
         f"{mine}; start with the mpiexec of that MPI (ncclcomm doctor, without a launcher, names it); between hosts, "
         "look for a firewall"
     )
-
-
-def _larger(reason: str) -> str:
-    """What to type where shared memory is short."""
-    return f"{reason}: make /dev/shm larger (docker run --shm-size=1g; mount -o remount,size=1g /dev/shm)"
 
 
 def _nothing_to_close() -> None:
@@ -269,7 +264,7 @@ def _do(world: World, facts: RankFacts, order: dict[str, Any], settings: _Settin
         settings.guard.stage("an exchange of all ranks", limit_s, mend, may_end=world.rank > 0)
         return _look(world, facts, order["tickets"])
     reason = lacks_shared_memory(facts, facts.ranks_on_host)
-    mend = _larger(reason) if reason else _TRIALS_MEND
+    mend = f"{reason}: {shared_memory_mend(facts)}" if reason else _TRIALS_MEND
     settings.guard.stage(TRIALS, limit_s, mend, may_end=world.rank > 0, last_words=order["last_words"])
     speak_before_the_end(world.rank, order["last_words"], limit_s)
     return run_trials(settings.limit_s)

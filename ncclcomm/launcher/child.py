@@ -93,12 +93,24 @@ def main(argv: Sequence[str]) -> int:
     """
     rank = next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), "0")
     link = os.environ.get("NCCLCOMM_JOB_LINK", "")
+    if rank != "0":
+        _take_no_input()
     report = _split(rank, link) if link else None
     try:
         _allot_devices()
     except ValueError as error:
         _fail(SystemExit(f"ncclcomm: rank {rank}: {error}"), 1, rank, report)
     return _run_program(argv, rank, report)
+
+
+def _take_no_input() -> None:
+    """Have standard input end at once: MPICH gives ranks other than 0 a pipe in which nothing ever comes."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    if null:
+        os.dup2(null, 0)
+        os.close(null)
+    else:  # it has taken the place of a standard input that was closed
+        os.set_inheritable(null, True)
 
 
 def _split(rank: str, link: str) -> _Report:

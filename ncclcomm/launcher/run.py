@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import math
 import os
+import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -111,6 +113,8 @@ def _ranks(text: str) -> int | None:
     """Read -n; None for auto."""
     if text == "auto":
         return None
+    if text == "p":  # argparse takes -np for -n with the value p
+        raise argparse.ArgumentTypeError("mpirun's -np is -n here: write -n and the number of ranks")
     if not _is_count(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: use a whole number of 1 or more, or auto")
     return int(text)
@@ -274,6 +278,9 @@ def _program(args: argparse.Namespace) -> list[str]:
         parser.error(f"unknown option {path!r}; options of the program come after it")
     if os.path.isdir(path):
         parser.error(f"{path!r} is a directory: name a Python file in it, or use -m for a package")
+    if _is_python(path):
+        rest = shlex.join(script[1:]) or "SCRIPT"
+        parser.error(f"{path!r} is the interpreter, which is taken from here: leave it out, as in `-n N {rest}`")
     if not os.path.exists(path):
         parser.error(f"there is no file {path!r} (looked in {os.getcwd()})")
     if not os.access(path, os.R_OK):
@@ -281,6 +288,13 @@ def _program(args: argparse.Namespace) -> list[str]:
     if reason := _why_not_python(path):
         parser.error(f"{path!r} is no Python program: {reason}")
     return script
+
+
+def _is_python(path: str) -> bool:
+    """Whether a program is named as for mpirun, the interpreter first; a script may have that name too."""
+    if not re.fullmatch(r"python[\d.]*", os.path.basename(path)):
+        return False
+    return not os.path.exists(path) or bool(os.access(path, os.R_OK) and _why_not_python(path))
 
 
 def _why_not_python(path: str) -> str:

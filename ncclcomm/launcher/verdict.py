@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ncclcomm.launcher.link import Event, Watcher
@@ -37,6 +38,16 @@ def _name_of(number: int) -> str:
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"
+
+
+def _ranks(numbers: Collection[str]) -> str:
+    """As `rank 1`, or `ranks 0, 2`."""
+    return f"rank{'s' * (len(numbers) != 1)} {', '.join(sorted(numbers, key=int))}"
+
+
+def _is_of_abort(returncode: int) -> bool:
+    """Whether mpiexec's status may be MPI_Abort's: after a kill it has the signal in it, or is 255."""
+    return 0 < returncode < 128 and returncode != signal.SIGKILL
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,10 @@ class Verdict:
             return not failure.is_kill, order.index(rank) if rank in order else len(order)
 
         self._shown = min(self._failures, key=place)
-        self._show(str(self._shown), self._shown.end.watcher)
+        watcher = self._shown.end.watcher
+        # It called os._exit or MPI_Abort, as its watchdog does where another rank is at fault.
+        is_unexplained = not watcher.report and not self._shown.end.killed_by
+        self._show(f"{self._shown}{': what is printed above may say why' if is_unexplained else ''}", watcher)
 
     def status(self, name: str, returncode: int) -> int:
         """Print what is not said yet, and give the job's exit status.
@@ -157,22 +171,23 @@ class Verdict:
             self._show(f"{self._named([watcher])} failed, and MPI ended the job", watcher)
             return status or LOST_STATUS
         if self._lost:
-            self._say_lost(f"{name} ended with status {status}, and ")
+            self._say_lost(f"{name} ended with status {status}, and ", by_abort=_is_of_abort(returncode))
             return LOST_STATUS if self.silent_hosts else status or LOST_STATUS
         if status:
             say(f"{name} ended with status {status}")
         elif self.was_asked:
             return 128 + signal.SIGTERM
         elif not self.is_complete:
-            missing = sorted(set(map(str, range(self._size))) - self._ended, key=int)
-            say(f"{name} ended with status 0, but rank {', '.join(missing)} was not seen to end")
+            missing = set(map(str, range(self._size))) - self._ended
+            were = "was" if len(missing) == 1 else "were"
+            say(f"{name} ended with status 0, but {_ranks(missing)} {were} not seen to end")
             return LOST_STATUS
         return status
 
     def _named(self, watchers: list[Watcher]) -> str:
         """How ranks of one host are called in messages."""
-        ranks = ", ".join(sorted((watcher.rank for watcher in watchers), key=int))
-        return f"rank {ranks} on host {watchers[0].host}" if self._names_hosts else f"rank {ranks}"
+        ranks = _ranks([watcher.rank for watcher in watchers])
+        return f"{ranks} on host {watchers[0].host}" if self._names_hosts else ranks
 
     def _show(self, headline: str, watcher: Watcher) -> None:
         """Print how a rank failed, with its traceback if it left one."""
@@ -180,12 +195,17 @@ class Verdict:
         report = watcher.report.decode(errors="replace")
         _write(report if report.endswith("\n") or not report else f"{report}\n")
 
-    def _say_lost(self, head: str) -> None:
+    def _say_lost(self, head: str, *, by_abort: bool = False) -> None:
         """Print which ranks were lost first; without a head only those of a silent host, as others are killed."""
         silent = [event.watcher for event in self._lost.values() if event.is_silent]
         lost = silent or [event.watcher for event in self._lost.values() if head]
         first = [watcher for watcher in lost if watcher.host == lost[0].host]
         if first:
-            ranks = self._named(first)
-            killed = f"{head}{ranks} was killed, or the host was"
-            say(f"{ranks} was lost: the host does not answer" if silent else killed)
+            ranks, were = self._named(first), "was" if len(first) == 1 else "were"
+            if silent:
+                say(f"{ranks} {were} lost: the host does not answer")
+            elif by_abort:
+                # One that calls MPI_Abort, as the watchdog of a rank that waits in vain does, has said why.
+                say(f"{head}{ranks} with it, as after MPI_Abort: what is printed above says why")
+            else:
+                say(f"{head}{ranks} {were} killed, or the host was")

@@ -1,14 +1,13 @@
 """Ranks that talk through MPI, on host memory.
 
-Data moves as bytes, so that every dtype moves bit for bit. Sums and products of dtypes that MPI knows are MPI's own;
-the rest (8- and 16-bit integers, float16, bfloat16, and max and min of floats, which must carry NaN) are NumPy's, as
-MPI operations made once per process.
+Data moves as bytes, so that every dtype moves bit for bit; mpi_ops.py says what reduces it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -18,8 +17,9 @@ from mpi4py import MPI
 
 from ncclcomm.arrays import same_memory
 from ncclcomm.errors import ArgumentError, MpiError
-from ncclcomm.reductions import ufunc_for
 from ncclcomm.transport.base import Transport
+from ncclcomm.transport.mpi_messages import post_and_wait
+from ncclcomm.transport.mpi_ops import reduction_of
 
 __all__ = [
     "MPI",
@@ -31,6 +31,7 @@ __all__ = [
     "free",
     "library_version",
     "split",
+    "translate",
     "translated",
 ]
 
@@ -42,23 +43,11 @@ _TAG = 0
 _RECORD_BYTES = 256
 """What a rank says of a call takes 100 to 200."""
 
-_LENGTH_BYTES = 4
+_HEADER_BYTES = 512
+"""The same where few data may come with it."""
+
+_LENGTH = struct.Struct("<I")
 """In front of a record: how many bytes there are in all."""
-
-_NATIVE = {
-    np.dtype(np.int32): MPI.INT32_T,
-    np.dtype(np.int64): MPI.INT64_T,
-    np.dtype(np.uint32): MPI.UINT32_T,
-    np.dtype(np.uint64): MPI.UINT64_T,
-    np.dtype(np.float32): MPI.FLOAT,
-    np.dtype(np.float64): MPI.DOUBLE,
-    np.dtype(np.complex64): MPI.C_FLOAT_COMPLEX,
-    np.dtype(np.complex128): MPI.C_DOUBLE_COMPLEX,
-}
-"""Dtypes whose sums and products every MPI does as NumPy does. Integers must wrap: Open MPI's vectorised sums of 8 and
-16 bits saturate, so these are left to NumPy."""
-
-_NATIVE_OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
 
 def translated(func: Callable[P, R]) -> Callable[P, R]:
@@ -69,46 +58,27 @@ def translated(func: Callable[P, R]) -> Callable[P, R]:
         try:
             return func(*args, **kwargs)
         except MPI.Exception as error:
-            code, text = error.Get_error_code(), error.Get_error_string()
-            raise MpiError(
-                f"MPI {func.__name__} failed: {text} (error {code})", code=code, name=text, call=func.__name__
-            ) from error
+            raise translate(error, func.__name__) from error
 
     return call
+
+
+def translate(error: BaseException, call: str) -> BaseException:
+    """MPI's exception as MpiError, with the call's name and MPI's words; another one as it is."""
+    if not isinstance(error, MPI.Exception):
+        return error
+    code, text = error.Get_error_code(), error.Get_error_string()
+    return MpiError(f"MPI {call} failed: {text} (error {code})", code=code, name=text, call=call)
+
+
+def _own(target: Any, source: Any) -> list[tuple[Any, Any]]:
+    """The copy of this rank's own part, unless it is in its place."""
+    return [] if same_memory(target, source) else [(target, source)]
 
 
 def _bytes(array: Any) -> Any:
     """The memory of a contiguous one-dimensional array as uint8."""
     return array.view(np.uint8)
-
-
-@functools.cache
-def _numpy_op(op: str, dtype: np.dtype[Any]) -> MPI.Op:
-    """An MPI operation that NumPy does, on elements of one dtype."""
-    func = ufunc_for(op, dtype)
-
-    def combine(source: Any, target: Any, _: MPI.Datatype) -> None:
-        total = np.frombuffer(target, dtype)
-        with np.errstate(all="ignore"):
-            func(np.frombuffer(source, dtype), total, out=total)
-
-    return MPI.Op.Create(combine, commute=True)
-
-
-@functools.cache
-def _element_type(itemsize: int) -> MPI.Datatype:
-    """An MPI datatype of that many bytes, for operations that NumPy does."""
-    return MPI.BYTE.Create_contiguous(itemsize).Commit()
-
-
-@functools.cache
-def _reduction(op: str, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:
-    """The MPI operation and datatype that do a reduction as NumPy does it."""
-    if dtype.kind == "b":
-        return MPI.LOR, MPI.C_BOOL
-    if dtype in _NATIVE and (dtype.kind in "iu" or op in ("sum", "prod")):
-        return _NATIVE_OPS[op], _NATIVE[dtype]
-    return _numpy_op(op, dtype), _element_type(dtype.itemsize)
 
 
 class MpiTransport(Transport):
@@ -142,52 +112,51 @@ class MpiTransport(Transport):
     def broadcast(self, buffers: Sequence[Any], root: int) -> None:
         """See Transport.broadcast."""
         for chunk in self._chunks(buffers[0]):
-            self.comm.Bcast([chunk, MPI.BYTE], root=root)
+            self.comm.Bcast((chunk, chunk.size, MPI.BYTE), root)
 
     @translated
     def scatter(self, parts: Sequence[Any] | None, outs: Sequence[Any], root: int) -> None:
         """See Transport.scatter."""
         if self.rank != root:
-            self._wait([self.comm.Irecv([chunk, MPI.BYTE], root, _TAG) for chunk in self._chunks(outs[0])])
+            self._receive(outs[0], root)
             return
         assert parts is not None
-        requests = []
-        for member, part in enumerate(parts):
-            if member != root:
-                requests += [self.comm.Isend([chunk, MPI.BYTE], member, _TAG) for chunk in self._chunks(part)]
-        self._copy_own(outs[0], parts[root])
-        self._wait(requests)
+        post_and_wait(self.comm.Isend, *self._messages(parts, root), _own(outs[0], parts[root]))
 
     @translated
     def gather(self, arrays: Sequence[Any], parts: Sequence[Any] | None, root: int) -> None:
         """See Transport.gather."""
         if self.rank != root:
-            self._wait([self.comm.Isend([chunk, MPI.BYTE], root, _TAG) for chunk in self._chunks(arrays[0])])
+            self._send(arrays[0], root)
             return
         assert parts is not None
-        requests = []
+        post_and_wait(self.comm.Irecv, *self._messages(parts, root), _own(parts[root], arrays[0]))
+
+    def _messages(self, parts: Sequence[Any], root: int) -> tuple[list[tuple[Any, int, MPI.Datatype]], list[int]]:
+        """The memory of all parts but the root's, as MPI takes it, and whose each piece is."""
+        messages, members = [], []
         for member, part in enumerate(parts):
             if member != root:
-                requests += [self.comm.Irecv([chunk, MPI.BYTE], member, _TAG) for chunk in self._chunks(part)]
-        self._copy_own(parts[root], arrays[0])
-        self._wait(requests)
+                for chunk in self._chunks(part):
+                    messages.append((chunk, chunk.size, MPI.BYTE))
+                    members.append(member)
+        return messages, members
 
-    @staticmethod
-    def _copy_own(dst: Any, src: Any) -> None:
-        """Copy this rank's own part, unless it is in its place."""
-        if not same_memory(dst, src):
-            np.copyto(dst, src)
+    def _send(self, array: Any, dest: int) -> None:
+        """Send an array to one member; in turn, since that one has asked for all of it."""
+        for chunk in self._chunks(array):
+            self.comm.Send((chunk, chunk.size, MPI.BYTE), dest, _TAG)
 
-    @staticmethod
-    def _wait(requests: list[MPI.Request]) -> None:
-        """Wait for all of them."""
-        MPI.Request.Waitall(requests)
+    def _receive(self, out: Any, source: int) -> None:
+        """Fill an array with what one member sends."""
+        for chunk in self._chunks(out):
+            self.comm.Recv((chunk, chunk.size, MPI.BYTE), source, _TAG)
 
     @translated
     def reduce(self, arrays: Sequence[Any], outs: Sequence[Any | None], op: str, root: int) -> None:
         """See Transport.reduce."""
         array, out = arrays[0], outs[0]
-        mpi_op, mpi_type = _reduction(op, array.dtype)
+        mpi_op, mpi_type = reduction_of(op, array.dtype)
         in_place = out is not None and same_memory(array, out)
         sources = self._chunks(array, array.itemsize)
         targets = [None] * len(sources) if out is None else self._chunks(out, out.itemsize)
@@ -203,31 +172,39 @@ class MpiTransport(Transport):
     def all_reduce(self, arrays: Sequence[Any], outs: Sequence[Any], op: str) -> None:
         """See Transport.all_reduce."""
         array, out = arrays[0], outs[0]
-        mpi_op, mpi_type = _reduction(op, array.dtype)
-        if not mpi_op.is_predefined:
-            # A NumPy operation on NaN or signed zeros depends on the order of its arguments, and MPI may choose
-            # another order on each rank; one rank's result for all keeps the bits identical.
-            self.reduce(arrays, outs if self.rank == 0 else [None], op, 0)
-            self.broadcast(outs, 0)
-            return
-        in_place = same_memory(array, out)
+        mpi_op, mpi_type, to_all = self.reduction(op, array.dtype)
         targets = self._chunks(out, out.itemsize)
-        if in_place:
+        if same_memory(array, out):
             for target in targets:
-                self.comm.Allreduce(MPI.IN_PLACE, (target, mpi_type), mpi_op)
+                to_all(MPI.IN_PLACE, (target, mpi_type), mpi_op)
             return
         for source, target in zip(self._chunks(array, array.itemsize), targets, strict=True):
-            self.comm.Allreduce((source, mpi_type), (target, mpi_type), mpi_op)
+            to_all((source, mpi_type), (target, mpi_type), mpi_op)
+
+    def reduction(self, op: str, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype, Callable[..., object]]:
+        """MPI's operation and datatype of a reduction, and what does it to all ranks in Allreduce's way."""
+        mpi_op, mpi_type = reduction_of(op, dtype)
+        return mpi_op, mpi_type, self.comm.Allreduce if mpi_op.is_predefined else self._reduce_once
+
+    def _reduce_once(self, source: Any, target: tuple[Any, MPI.Datatype], op: MPI.Op) -> None:
+        """Reduce on one rank, for all of them.
+
+        A NumPy operation on NaN or signed zeros depends on the order of its arguments, and MPI may choose another order
+        on each rank; one rank's result for all keeps the bits identical.
+        """
+        if self.rank == 0:
+            self.comm.Reduce(source, target, op, 0)
+        else:
+            self.comm.Reduce(target if source is MPI.IN_PLACE else source, None, op, 0)
+        self.comm.Bcast(target, 0)
 
     @translated
     def move(self, array: Any | None, out: Any | None, source: int, dest: int) -> None:
         """See Transport.move."""
         if self.rank == source:
-            for chunk in self._chunks(array):
-                self.comm.Send([chunk, MPI.BYTE], dest, _TAG)
+            self._send(array, dest)
         else:
-            for chunk in self._chunks(out):
-                self.comm.Recv([chunk, MPI.BYTE], source, _TAG)
+            self._receive(out, source)
 
     @translated
     def barrier(self) -> None:
@@ -247,8 +224,11 @@ class MpiControl:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
+        self._rank = comm.Get_rank()
         self._mine = bytearray(_RECORD_BYTES)
         self._all = bytearray(0)
+        self._header = bytearray(_HEADER_BYTES)
+        self._headers = bytearray(0)
 
     @translated
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -265,15 +245,15 @@ class MpiControl:
         """Every rank's bytes: in records of fixed size, and once more whole where one rank's don't fit."""
         if not self._all:
             self._all = bytearray(_RECORD_BYTES * self.comm.size)
-        self._put(data)
+        _put(self._mine, data)
         self.comm.Allgather((self._mine, MPI.BYTE), (self._all, MPI.BYTE))
         lengths = []
         found = []
         for start in range(0, len(self._all), _RECORD_BYTES):
-            length = int.from_bytes(self._all[start : start + _LENGTH_BYTES], "little")
+            (length,) = _LENGTH.unpack_from(self._all, start)
             lengths.append(length)
-            found.append(bytes(self._all[start + _LENGTH_BYTES : start + _LENGTH_BYTES + length]))
-        if max(lengths) <= _RECORD_BYTES - _LENGTH_BYTES:
+            found.append(bytes(self._all[start + _LENGTH.size : start + _LENGTH.size + length]))
+        if max(lengths) <= _RECORD_BYTES - _LENGTH.size:
             return found
         whole = bytearray(sum(lengths))
         self.comm.Allgatherv((data, MPI.BYTE), (whole, lengths, None, MPI.BYTE))
@@ -283,21 +263,44 @@ class MpiControl:
     @translated
     def broadcast_bytes(self, data: bytes, root: int) -> bytes:
         """The root's bytes: in a record of fixed size, and once more whole where they don't fit."""
-        if self.comm.rank == root:
-            self._put(data)
-        self.comm.Bcast((self._mine, MPI.BYTE), root)
-        length = int.from_bytes(self._mine[:_LENGTH_BYTES], "little")
-        if length <= _RECORD_BYTES - _LENGTH_BYTES:
-            return bytes(self._mine[_LENGTH_BYTES : _LENGTH_BYTES + length])
-        whole = bytearray(data) if self.comm.rank == root else bytearray(length)
+        record = self._header
+        if self._rank == root:
+            _put(record, data)
+        self.comm.Bcast((record, _HEADER_BYTES, MPI.BYTE), root)
+        (length,) = _LENGTH.unpack_from(record)
+        if length <= _HEADER_BYTES - _LENGTH.size:
+            return data if self._rank == root else bytes(record[_LENGTH.size : _LENGTH.size + length])
+        whole = bytearray(data) if self._rank == root else bytearray(length)
         self.comm.Bcast((whole, MPI.BYTE), root)
         return bytes(whole)
 
-    def _put(self, data: bytes) -> None:
-        """Write a length, and what fits of the bytes, into this rank's record."""
-        self._mine[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
-        fitting = data[: _RECORD_BYTES - _LENGTH_BYTES]
-        self._mine[_LENGTH_BYTES : _LENGTH_BYTES + len(fitting)] = fitting
+    @translated
+    def gather_bytes(self, data: bytes, root: int) -> list[bytes]:
+        """Every rank's bytes on the root: in records of fixed size, and those that don't fit once more whole."""
+        _put(self._header, data)
+        if self._rank != root:
+            self.comm.Gather((self._header, _HEADER_BYTES, MPI.BYTE), None, root)
+            if len(data) > _HEADER_BYTES - _LENGTH.size:
+                self.comm.Send((data, MPI.BYTE), root, _TAG)
+            return []
+        if not self._headers:
+            self._headers = bytearray(_HEADER_BYTES * self.comm.size)
+        self.comm.Gather((self._header, _HEADER_BYTES, MPI.BYTE), (self._headers, _HEADER_BYTES, MPI.BYTE), root)
+        found = []
+        start = _LENGTH.size
+        for rank in range(self.comm.size):
+            if rank == root:
+                found.append(data)
+            else:
+                (length,) = _LENGTH.unpack_from(self._headers, start - _LENGTH.size)
+                if length <= _HEADER_BYTES - _LENGTH.size:
+                    found.append(bytes(self._headers[start : start + length]))
+                else:
+                    whole = bytearray(length)
+                    self.comm.Recv((whole, MPI.BYTE), rank, _TAG)
+                    found.append(bytes(whole))
+            start += _HEADER_BYTES
+        return found
 
     @translated
     def barrier_within(self, limit_s: float) -> bool:
@@ -311,6 +314,17 @@ class MpiControl:
             time.sleep(pause_s)
             pause_s = min(pause_s + 1e-5, 1e-3)
         return True
+
+
+def _put(record: bytearray, data: bytes) -> None:
+    """Write a length, and what fits of the bytes, into a record."""
+    nbytes = len(data)
+    _LENGTH.pack_into(record, 0, nbytes)
+    room = len(record) - _LENGTH.size
+    if nbytes <= room:
+        record[_LENGTH.size : _LENGTH.size + nbytes] = data
+    else:
+        record[_LENGTH.size :] = data[:room]
 
 
 @translated

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,8 +18,9 @@ import cupy
 import numpy as np
 from cupy.cuda import nccl, runtime
 
-from ncclcomm.devices.cuda_streams import CudaStream, hold, on_device
-from ncclcomm.errors import BackendUnavailableError, NcclError
+from ncclcomm.devices.cuda_held import hold
+from ncclcomm.devices.cuda_streams import CudaStream, is_capturing, on_device, translation
+from ncclcomm.errors import NcclError, UnsupportedError
 from ncclcomm.reductions import ufunc_for
 from ncclcomm.transport.base import Transport
 
@@ -52,16 +52,14 @@ _HINTS = {
     8: "another rank didn't take part in time",
 }
 
-_WORD = nccl.NCCL_UINT8
+# Here, since CuPy's module has none of the names that follow then.
+if not nccl.available:
+    raise ImportError("CuPy can't load NCCL: pip install nvidia-nccl-cu13 (or nvidia-nccl-cu12, by your CuPy's CUDA)")
 
-_LAST_DEFAULT_STREAM = 2
-"""Handles up to this one mean the legacy and the per-thread default stream."""
+_WORD = nccl.NCCL_UINT8
 
 _GATHER_CHUNK_BYTES = 1 << 25
 """Bytes of each rank that a reduction by gathering holds at a time."""
-
-_lock = threading.Lock()
-"""Held from groupStart to groupEnd, so that the groups of two threads don't interleave on one communicator."""
 
 
 def _last_error() -> str:
@@ -76,7 +74,7 @@ def _last_error() -> str:
 
 
 def translated(func: Callable[P, R]) -> Callable[P, R]:
-    """Turn NCCL's errors into NcclError, with the code, its name, NCCL's last words and a hint."""
+    """Turn NCCL's errors into NcclError, with the code, its name, NCCL's last words and a hint; CUDA's as elsewhere."""
 
     @functools.wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -89,6 +87,11 @@ def translated(func: Callable[P, R]) -> Callable[P, R]:
             if error.args and error.args[0] in _NAMES:
                 raise _error_of(int(error.args[0]), func.__name__) from error
             raise
+        except RuntimeError as error:
+            ours = translation(error, func.__qualname__)
+            if ours is None:
+                raise
+            raise ours from error
 
     return call
 
@@ -108,15 +111,7 @@ def _error_of(code: int, call: str) -> NcclError:
 
 
 def version() -> int:
-    """NCCL's version, such as 22807.
-
-    Raises:
-        BackendUnavailableError: CuPy was built without NCCL, or its library is missing.
-    """
-    if not getattr(nccl, "available", False):
-        raise BackendUnavailableError(
-            "CuPy can't load NCCL: pip install nvidia-nccl-cu13 (or nvidia-nccl-cu12, by your CuPy's CUDA)"
-        )
+    """NCCL's version, such as 22807."""
     return int(nccl.get_version())
 
 
@@ -189,13 +184,8 @@ class NcclTransport(Transport):
         return int(cupy.cuda.get_current_stream(self.device).ptr)
 
     def _hold(self, *arrays: Any) -> None:
-        """Keep arrays until the call's end, on a stream that their memory may not belong to.
-
-        On the default stream this is CuPy's own rule for kernels: an array belongs to the stream it was made on.
-        """
-        stream = cupy.cuda.get_current_stream(self.device)
-        if stream.ptr > _LAST_DEFAULT_STREAM:
-            hold(CudaStream(self.device, stream), *arrays)
+        """Keep arrays until the call's end: their memory may be of another stream than the current one."""
+        hold(CudaStream(self.device, cupy.cuda.get_current_stream(self.device)), *arrays)
 
     @translated
     def broadcast(self, buffers: Sequence[Any], root: int) -> None:
@@ -238,18 +228,21 @@ class NcclTransport(Transport):
 
     @staticmethod
     def _grouped(calls: list[tuple[Callable[..., None], Any, int]], stream: int) -> None:
-        """Start point-to-point calls together."""
-        with _lock:
-            nccl.groupStart()
-            try:
-                for call, array, member in calls:
-                    call(array.data.ptr, array.nbytes, _WORD, member, stream)
-            except BaseException:
-                # The group must be ended for the next call; its own error would hide the first.
-                with contextlib.suppress(nccl.NcclError, KeyError):
-                    nccl.groupEnd()
-                raise
-            nccl.groupEnd()
+        """Start point-to-point calls together.
+
+        NCCL keeps a group per thread, and one thread at a time uses a communicator, so that no lock is needed. Under
+        one, ranks that first connect two communicators in opposite orders would wait for each other.
+        """
+        nccl.groupStart()
+        try:
+            for call, array, member in calls:
+                call(array.data.ptr, array.nbytes, _WORD, member, stream)
+        except BaseException:
+            # The group must be ended for the next call; its own error would hide the first.
+            with contextlib.suppress(nccl.NcclError, KeyError):
+                nccl.groupEnd()
+            raise
+        nccl.groupEnd()
 
     @staticmethod
     def _copy_own(dst: Any, src: Any, stream: int) -> None:
@@ -257,20 +250,29 @@ class NcclTransport(Transport):
         if dst.size and dst.data.ptr != src.data.ptr:
             runtime.memcpyAsync(dst.data.ptr, src.data.ptr, dst.nbytes, runtime.memcpyDeviceToDevice, stream)
 
+    def _refuse_capture(self, op: str, dtype: np.dtype[Any]) -> None:
+        """Raise in a graph capture for reductions with memory of their own: the graph would write to it ever after."""
+        if _native(op, dtype) is None and is_capturing(self._stream()):
+            raise UnsupportedError(
+                f"{op} of {dtype} can't be captured into a CUDA graph, since NCCL doesn't do it by itself; call it "
+                "outside the capture"
+            )
+
     @translated
     def reduce(self, arrays: Sequence[Any], outs: Sequence[Any | None], op: str, root: int) -> None:
         """See Transport.reduce."""
         array, out = arrays[0], outs[0]
         if not array.size:
             return
+        self._refuse_capture(op, array.dtype)
         with _Widened(array, out) as (source, result):
             native = _native(op, source.dtype)
             if native is None:
                 self._reduce_gathered(source, result, op)
-                return
-            dtype, nccl_op, words = native
-            target = 0 if result is None else result.data.ptr
-            self._comm.reduce(source.data.ptr, target, source.size * words, dtype, nccl_op, root, self._stream())
+            else:
+                dtype, nccl_op, words = native
+                target = 0 if result is None else result.data.ptr
+                self._comm.reduce(source.data.ptr, target, source.size * words, dtype, nccl_op, root, self._stream())
         self._hold(array, out)
 
     @translated
@@ -279,13 +281,16 @@ class NcclTransport(Transport):
         array, out = arrays[0], outs[0]
         if not array.size:
             return
+        self._refuse_capture(op, array.dtype)
         with _Widened(array, out) as (source, result):
             native = _native(op, source.dtype)
             if native is None:
                 self._reduce_gathered(source, result, op)
-                return
-            dtype, nccl_op, words = native
-            self._comm.allReduce(source.data.ptr, result.data.ptr, source.size * words, dtype, nccl_op, self._stream())
+            else:
+                dtype, nccl_op, words = native
+                self._comm.allReduce(
+                    source.data.ptr, result.data.ptr, source.size * words, dtype, nccl_op, self._stream()
+                )
         self._hold(array, out)
 
     def _reduce_gathered(self, array: Any, out: Any | None, op: str) -> None:
@@ -324,6 +329,7 @@ class NcclTransport(Transport):
         self._comm.allReduce(word.data.ptr, word.data.ptr, 1, _WORD, nccl.NCCL_SUM, stream.ptr)
         stream.synchronize()
 
+    @translated
     def close(self) -> None:
         """See Transport.close."""
         if self._closed:

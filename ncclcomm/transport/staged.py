@@ -25,6 +25,7 @@ class StagedTransport(Transport):
         wait: waits on the host for the device's current stream.
         empty_pinned: makes pinned host memory of a number of bytes, as uint8.
         chunk_bytes: size of the pinned buffer.
+        refuse_capture: raises where the device's current stream is being captured, since the host waits for it here.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class StagedTransport(Transport):
         wait: Callable[[], None],
         empty_pinned: Callable[[int], Any],
         chunk_bytes: int,
+        refuse_capture: Callable[[], None],
     ) -> None:
         self.inner = inner
         self.name = f"{inner.name}, staged"
@@ -44,6 +46,7 @@ class StagedTransport(Transport):
         self._wait = wait
         self._pinned = empty_pinned(chunk_bytes)
         self._empty_pinned = empty_pinned
+        self._refuse_capture = refuse_capture
 
     def _host(self, count: int, dtype: np.dtype[Any]) -> Any:
         """Pinned memory for some elements: the kept buffer where they fit."""
@@ -52,7 +55,8 @@ class StagedTransport(Transport):
         return buffer[:nbytes].view(dtype)
 
     def _steps(self, array: Any) -> list[slice]:
-        """Slices that fit the kept buffer, the same on every rank."""
+        """Slices that fit the kept buffer, the same on every rank; what moves data begins with this."""
+        self._refuse_capture()
         step = max(1, self._pinned.size // array.itemsize)
         return [slice(start, start + step) for start in range(0, array.size, step)]
 

@@ -136,7 +136,9 @@ class Slurm:
         if PMI[flavour.name] not in self.mpi_types:
             missing(f"slurm with {PMI[flavour.name]}", f"srun --mpi=list has {self.mpi_types}: install libpmix-dev")
         python = Path(flavour.python)
-        return flavour.env({"VENV": str(python.parents[1]), "PYTHONPATH": str(ROOT), **(extra or {})})
+        # As docs/slurm.md has it for srun by hand; the scripts set it themselves.
+        provider = {"FI_PROVIDER": "^sockets,udp"} if flavour.name == "mpich" else {}
+        return flavour.env({"VENV": str(python.parents[1]), "PYTHONPATH": str(ROOT), **provider, **(extra or {})})
 
     @contextmanager
     def running(

@@ -75,6 +75,7 @@ def test_defaults_reach_the_ranks_of_a_job_that_exports_nothing(slurm: Slurm, fl
     for fact in told(tmp_path):
         assert fact["set"]["PYTHONUNBUFFERED"] == "1"
         assert fact["set"]["OMP_NUM_THREADS"] == "2"
+        assert fact["set"]["FI_PROVIDER"] == "^sockets,udp"
         # What srun of 22.05 and later takes the cores of a rank from.
         assert fact["set"]["SRUN_CPUS_PER_TASK"] == "2"
         assert "NCCLCOMM_DEVICES" not in fact["set"]

@@ -106,3 +106,10 @@ def host_backend(request: pytest.FixtureRequest) -> Iterator[DeviceBackend]:
     """Four virtual devices in use, whose streams run work at once, and then ones whose streams run it later."""
     with use_backend(HostBackend(DEVICES, immediate=request.param == "host-sync")) as chosen:
         yield chosen
+
+
+@pytest.fixture(params=["host-sync", "host-async"])
+def eight_devices(request: pytest.FixtureRequest) -> Iterator[DeviceBackend]:
+    """As host_backend, with eight devices."""
+    with use_backend(HostBackend(8, immediate=request.param == "host-sync")) as chosen:
+        yield chosen

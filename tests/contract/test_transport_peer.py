@@ -12,12 +12,20 @@ import pytest
 from contract.transport_suite import CHECKS
 from ncclcomm.devices import Stream, current_stream, stream, synchronize, use_backend
 from ncclcomm.devices.host import HostBackend, HostEvent
+from ncclcomm.transport import peer
 from ncclcomm.transport.peer import PeerTransport
 
 PATIENCE_S = 0.05
 DEADLINE_S = 30.0
 
 
+@pytest.fixture(params=[1 << 20, 0], ids=["whole", "sliced"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form that an all_reduce of small arrays has, and that of large ones."""
+    monkeypatch.setattr(peer, "SLICED_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("devices", [(0,), (1, 0), (2, 0, 1), (3, 1, 0, 2), (0, 4, 1, 3, 2)], ids=len)
 @pytest.mark.parametrize("immediate", [True, False], ids=["host-sync", "host-async"])
@@ -67,11 +75,13 @@ def _all_reduce_of_late_arrays(late: int, patience_s: float) -> tuple[list[list[
     return read, was_open
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("late", range(3))
 def test_all_reduce_waits_for_every_member(late: int) -> None:
     assert _all_reduce_of_late_arrays(late, PATIENCE_S) == ([[6.0] * 3] * 3, [True] * 3)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("late", range(3))
 def test_all_reduce_goes_wrong_without_waits(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostEvent, "wait", lambda self, stream: None)

@@ -173,4 +173,5 @@ def test_under_ncclcomm_run(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     told = json.loads(path.read_text())
     assert told["where"]["ranks"] == 2
+    assert "mpi4py" in told["versions"], "ranks go over it where no peer does"
     assert not [name for name in told["settings"]["variables"] if "JOB" in name]

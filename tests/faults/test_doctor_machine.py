@@ -71,6 +71,9 @@ def test_a_tiny_dev_shm(flavour: Flavour) -> None:
 def test_a_dev_shm_that_cannot_be_written(mpich: Flavour) -> None:
     told = with_mounts(mpich, "mount -t tmpfs -o ro tmpfs /dev/shm", [mpich.python, "-c", MAIN])
     told.failed("node.shm", "/dev/shm can't be written by user 0")
+    mend = told.lines["node.shm"]["mend"]
+    assert "mount -t tmpfs -o mode=1777,size=1g tmpfs /dev/shm" in mend
+    assert "remount" not in mend, "it is not too small"
 
 
 RDMA = "mount -t tmpfs tmpfs /sys/class; mkdir -p /sys/class/infiniband/mlx5_0"

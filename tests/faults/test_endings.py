@@ -261,3 +261,13 @@ raise LookupError("lost")
     assert ended.returncode != 0
     assert ended.stdout == "goes on\nat exit\n", ended.stdout + ended.stderr
     assert ended.stderr.count("LookupError: lost") == 1, ended.stderr
+
+
+@pytest.mark.flavours("mpich")  # it compares the lengths
+@pytest.mark.parametrize("timeout_s", [None, 30], ids=["short way", "long way"])
+def test_an_error_of_mpi_names_its_rank_and_a_way_on(flavour: Flavour, tmp_path: Path, timeout_s: float | None) -> None:
+    body = f"comm.broadcast(out=np.zeros(6 if comm.rank == 0 else 3), timeout_s={timeout_s})"
+    ended, _ = run_program(flavour, tmp_path, body, init="check=False", n=2)
+    assert ended.returncode != 0
+    assert "MpiError: rank 1 (node 0, local 1): MPI broadcast failed: " in ended.stderr
+    assert "NCCLCOMM_CHECK=true finds out" in ended.stderr

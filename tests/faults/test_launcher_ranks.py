@@ -134,6 +134,21 @@ def test_rank_0_reads_stdin(flavour: Flavour, tmp_path: Path) -> None:
     assert ended.stdout.splitlines() == ["['first', 'second']"] * 3, ended.stderr
 
 
+@pytest.mark.parametrize("source", ["echo hello |", "</dev/null"])
+def test_other_ranks_find_the_end_of_the_input(flavour: Flavour, tmp_path: Path, source: str) -> None:
+    script = tmp_path / "read.py"
+    # Rank 0 leaves its own alone: Open MPI 5 does not pass on the end.
+    script.write_text(
+        "import sys\nfrom mpi4py import MPI\nc = MPI.COMM_WORLD\n"
+        "print(c.rank, repr(sys.stdin.read()) if c.rank else 'none', flush=True)\nc.barrier()\n"
+    )
+    line = f'{source} "$@"' if source.endswith("|") else f'"$@" {source}'
+    argv = ["bash", "-c", line, "bash", flavour.python, "-m", "ncclcomm", "run", "-n", "3", script]
+    ended = run_tree(argv, env=base_env(), timeout_s=LIMIT_S)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["0 none", "1 ''", "2 ''"]
+
+
 def test_stdout_passes_bytes_unchanged(flavour: Flavour, tmp_path: Path) -> None:
     script = tmp_path / "bytes.py"
     script.write_text("import sys\nsys.stdout.buffer.write(bytes(range(256)) * 400 + b'\\n\\r\\n')\n")

@@ -206,6 +206,24 @@ def test_the_script_asks_for_yielding_where_a_host_has_more_ranks_than_cores(
     assert ("MPIR_CVAR_CH4_NETMOD=ofi" in ended.stdout) == crowded, ended.stdout
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a host with fewer cores than this one needs two here")
+@pytest.mark.parametrize(("places", "crowded"), [("a:1,b:2", False), ("a:2,b:1", True)])
+def test_the_script_goes_by_each_hosts_own_cores(
+    ssh: Stand, python: str, tmp_path: Path, places: str, crowded: bool
+) -> None:
+    (tmp_path / "mpiexec").write_text("#!/bin/sh\necho HYDRA\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    # One that prints a line of its own first.
+    Path(python).write_text(f'#!/bin/sh\necho 1 welcome 9 times\n"{find("mpich").python}" "$@"\n')
+    ssh(OPTIONS + 'if [ "$host" = a ]; then exec taskset -c "$ONE" sh -c "$*"; fi\nexec sh -c "$*"\n')
+    (tmp_path / "ssh").symlink_to("ssh stand-in")
+    argv = [ROOT / "launch" / "multi_node.sh", "--hosts", places, "--ssh", tmp_path / "ssh", "-m", "any"]
+    environ = {**clean_env(), "PYTHON": python, "ONE": str(min(os.sched_getaffinity(0)))}
+    ended = run_tree(argv, env=environ, timeout_s=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ("MPIR_CVAR_CH4_NETMOD=ofi" in ended.stdout) == crowded, ended.stdout
+
+
 def test_hosts_are_swept_after_the_loss_of_a_rank(ssh: Stand, tmp_path: Path) -> None:
     mpich, log, script = find("mpich"), tmp_path / "log", tmp_path / "script.py"
     script.write_text("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nsignal.pause()\n")

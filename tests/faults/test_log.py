@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flavours import Flavour
+from flavours import Flavour, find, run_tree
+
+ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import numpy as np
@@ -32,6 +34,18 @@ def test_each_communicator_says_once_what_was_chosen(flavour: Flavour, tmp_path:
     assert one.startswith("1 rank on 1 node (1 a node;"), one
     assert two.startswith("2 ranks on 2 nodes (1 a node;"), two
     assert "devices of the ranks: 0, 0" in two
+
+
+def test_a_world_of_one_and_its_parts_say_it_too(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(f"{PROGRAM}    assert comm.split(None) is None\n")
+    mpich = find("mpich")
+    env = mpich.env({"NCCLCOMM_LOG": "info", "PYTHONPATH": str(ROOT)})
+    ended = run_tree([mpich.python, tmp_path / "program.py"], env=env)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    world, part = (block for block in ended.stderr.split("ncclcomm: communicator of ") if block)
+    assert world == part
+    assert part.startswith("1 rank on 1 node (1 a node; nodes by shared memory)\n")
+    assert part.endswith("  checked calls: the first 7; time limit of a call: 30 s\n")
 
 
 def test_nothing_is_said_unasked(flavour: Flavour, tmp_path: Path) -> None:

@@ -160,6 +160,122 @@ comm.all_reduce(ncclcomm.asarray(np.ones(4)))
     assert "in this call, waiting for work queued on its device" in ended.stderr, ended.stderr
 
 
+_QUEUES = """
+array = ncclcomm.asarray(np.ones((2, 2))).T  # a contiguous one may go past the engine
+engine, gate = comm._engine(0), threading.Event()
+move = engine.all_reduce
+def queue(*args):
+    # As a GPU's calls do, which return with their work queued; here on the ranks that are told to.
+    move(*args)
+    if comm.rank in queues_on:
+        ncclcomm.current_stream().launch(gate.wait)
+engine.all_reduce = queue
+def elsewhere(signal):
+    while not os.path.exists(signal):
+        time.sleep(0.01)
+"""
+"""Work that a call leaves behind on its stream, and that ends when the gate opens."""
+
+
+@pytest.mark.parametrize("limit", ["comm", "call"])
+def test_queued_work_that_does_not_end(flavour: Flavour, tmp_path: Path, limit: str) -> None:
+    body = f"""
+queues_on = (0, 2)
+{_QUEUES}
+comm.all_reduce(array{", timeout_s=2" if limit == "call" else ""})
+os.write(1, b"returned\\n")
+elsewhere("never")
+"""
+    init = "timeout_s=2" if limit == "comm" else ""
+    ended, seconds = run_program(flavour, tmp_path, body, init=init, NCCLCOMM_HOST_STREAMS="async")
+    assert ended.returncode != 0
+    assert seconds < ENDS_WITHIN_S
+    assert ended.stdout.count("returned") == 3, ended.stdout
+    head = r"ncclcomm: rank 0 \(node 0, local 0\): all_reduce \(call 1, shape \(2, 2\), float64\) was queued \d+ s ago"
+    assert len(re.findall(f"{head}, its device work has not ended: the time limit of 2 s is over", ended.stderr)) == 1
+    assert ended.stderr.count("has not ended") == 1, ended.stderr
+    assert "queued, and not ended, on the device of: ranks 0, 2\n" in ended.stderr
+    missing = r"rank 1 \(node 0, local 1\): last finished all_reduce \(call 1\), at program.py:\d+ in elsewhere"
+    assert re.search(missing, ended.stderr), ended.stderr
+
+
+def test_queued_work_that_takes_long_is_told_once_and_the_job_goes_on(flavour: Flavour, tmp_path: Path) -> None:
+    body = f"""
+queues_on = (1,)
+{_QUEUES}
+comm.all_reduce(array)
+if comm.rank == 1:
+    from ncclcomm.communicator.board import BOARD
+    work = BOARD.queued[comm._member.name]
+    while not (call := work.oldest()).is_told:
+        time.sleep(0.01)
+    gate.set()
+    ncclcomm.synchronize()
+print(comm.all_reduce(np.ones(2))[0])
+comm.close()
+os.write(1, f"forgotten {{not BOARD.queued}}\\n".encode() if comm.rank == 1 else b"")
+"""
+    ended, _ = run_program(flavour, tmp_path, body, NCCLCOMM_HOST_STREAMS="async", NCCLCOMM_STALL_S="2")
+    assert (ended.returncode, ended.stdout.count("3.0")) == (0, 3), ended.stderr
+    assert "forgotten True" in ended.stdout
+    told = ended.stderr.count("its device work has not ended: still waiting")
+    assert told == 1, ended.stderr
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["exit 0", "SIGKILL"])
+def test_queued_work_that_waits_for_a_rank_that_left(flavour: Flavour, tmp_path: Path, leave: str) -> None:
+    # What NCCL does where a rank doesn't come: the call returns, its work waits. No limit is needed to find out.
+    body = f"""
+queues_on = (0, 2)
+{_QUEUES}
+if comm.rank == 1:
+    {leave}
+engine.all_reduce = lambda flat, out, op: ncclcomm.current_stream().launch(gate.wait)
+comm.all_reduce(array)
+ncclcomm.synchronize()
+"""
+    ended, seconds = run_program(flavour, tmp_path, body, init="check=False", NCCLCOMM_HOST_STREAMS="async")
+    assert ended.returncode != 0
+    assert seconds < ENDS_WITHIN_S
+    if "exit" in leave:
+        assert ended.stderr.count("its device work has not ended: rank 1 will not come") == 1, ended.stderr
+        assert "queued, and not ended, on the device of: ranks 0, 2\n" in ended.stderr
+
+
+_CLOSES = """
+close = engine.close
+def wait_and_close():
+    ncclcomm.synchronize()  # as NCCL's transport does
+    close()
+engine.close = wait_and_close
+"""
+
+
+def test_a_close_that_waits_for_queued_work_is_watched(flavour: Flavour, tmp_path: Path) -> None:
+    body = f"queues_on = (1,)\n{_QUEUES}{_CLOSES}comm.all_reduce(array)\ncomm.close()\n"
+    ended, seconds = run_program(flavour, tmp_path, body, init="timeout_s=2", NCCLCOMM_HOST_STREAMS="async")
+    assert ended.returncode != 0
+    assert seconds < ENDS_WITHIN_S
+    # The limit is that of both calls, which begin together.
+    head = r"rank 1 \(node 0, local 1\): (waited \d s in close|all_reduce .* its device work has not ended).*: the time"
+    assert re.search(head, ended.stderr), ended.stderr
+
+
+def test_a_close_may_wait_for_work_after_the_others_have_left(flavour: Flavour, tmp_path: Path) -> None:
+    # MPI may let the other ranks' processes end meanwhile, of which this rank's watchdog then hears nothing.
+    body = f"""
+queues_on = (1,)
+{_QUEUES}{_CLOSES}
+comm.all_reduce(array)
+if comm.rank == 1:
+    threading.Timer(5, gate.set).start()
+comm.close()
+os.write(1, b"closed\\n")
+"""
+    ended, _ = run_program(flavour, tmp_path, body, NCCLCOMM_HOST_STREAMS="async")
+    assert (ended.returncode, ended.stdout) == (0, "closed\n" * 3), ended.stderr
+
+
 def test_without_the_watchdog_nothing_watches(flavour: Flavour, tmp_path: Path) -> None:
     body = """
 import glob

@@ -239,7 +239,7 @@ def test_a_rank_that_is_lost_before_there_is_a_communicator(
 import os, signal
 from mpi4py import MPI
 import ncclcomm
-from ncclcomm import config
+from ncclcomm.communicator import setup
 
 def fail():
     if {fault == "SIGKILL"}:
@@ -249,7 +249,7 @@ def fail():
 if MPI.COMM_WORLD.rank == 1:
     if {when == "before init"}:
         fail()
-    config.load = fail
+    setup.current_backend = fail
 ncclcomm.init()
 """)
     # Before init nothing of ours is there yet, so that an exception needs MPI's own runner.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flavours import missing
+from flavours import Flavour, find, missing
 from ncclcomm.devices.cuda import CudaBackend, probe
 from ncclcomm.devices.registry import use_backend
 
@@ -28,3 +28,15 @@ def backend(gpus: int) -> Iterator[CudaBackend]:
     with use_backend(CudaBackend()) as chosen:
         assert isinstance(chosen, CudaBackend)
         yield chosen
+
+
+@pytest.fixture
+def any_flavour() -> Flavour:
+    """The MPI that is here: a GPU machine need not have both."""
+    for name in ("openmpi", "mpich"):
+        try:
+            found = find(name)
+        except pytest.skip.Exception:
+            continue
+        return found
+    return find("mpich")

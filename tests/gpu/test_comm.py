@@ -79,27 +79,60 @@ def test_sums_of_every_dtype(backend: CudaBackend, gpus: int) -> None:
                 assert_same_bits(ncclcomm.to_numpy(array), before, "an input")
 
 
+def test_every_device_gets_the_result(backend: CudaBackend, gpus: int) -> None:
+    for count in (7, 1 << 19):  # as a whole, and in slices
+        for n in range(1, gpus + 2):
+            held = [addends("f4", count, seed) for seed in range(n)]
+            total = np.sum(held, axis=0, dtype="f4")
+            arrays = [ncclcomm.asarray(array, device=i % gpus) for i, array in enumerate(held)]
+            for got in comm.all_reduce(arrays):
+                assert_same_bits(ncclcomm.to_numpy(got), total, n)
+            for got in comm.all_reduce(arrays, "avg"):
+                assert_same_bits(ncclcomm.to_numpy(got), total / np.float32(n), n)
+            for got in comm.all_gather(arrays):
+                assert_same_bits(ncclcomm.to_numpy(got), np.concatenate(held), n)
+            for got, part in zip(comm.reduce_scatter(arrays), np.array_split(total, n), strict=True):
+                assert_same_bits(ncclcomm.to_numpy(got), part.copy(), n)
+            (coalesced,) = comm.reduce_add_coalesced([[array] for array in arrays], "cpu")
+            assert_same_bits(ncclcomm.to_numpy(coalesced), total, n)
+            for copies in comm.broadcast_coalesced(arrays, range(gpus)):
+                for copy, array in zip(copies, held, strict=True):
+                    assert_same_bits(ncclcomm.to_numpy(copy), array, n)
+            for array, before in zip(arrays, held, strict=True):
+                assert_same_bits(ncclcomm.to_numpy(array), before, "an input")
+            comm.all_reduce(arrays, out=arrays)
+            for array in arrays:
+                assert_same_bits(ncclcomm.to_numpy(array), total, "in place")
+
+
 def test_calls_follow_the_work_queued_before_and_precede_what_comes_after(backend: CudaBackend, gpus: int) -> None:
     spin = _spin()
     devices = list(range(gpus))
     for source in devices:
-        with ncclcomm.device(source):  # memory, access to peers, and kernels, whose first load waits for the device
+        streams = [ncclcomm.Stream(device=device) for device in devices]
+        with ncclcomm.stream(streams[source]):  # memory, access to peers, and kernels, whose first load waits
             warm = ncclcomm.zeros(1 << 20, np.float32)
             warm.fill(1)
             spin((1,), (1,), (np.int64(1),))
             comm.broadcast(warm, devices)
-        streams = [ncclcomm.Stream(device=device) for device in devices]
+            for device in devices:
+                comm.gather([warm, warm], destination=device)
         array = ncclcomm.zeros(1 << 20, np.float32, device=source)
         ncclcomm.synchronize(source)
         with ncclcomm.stream(streams[source]):
             spin((1,), (1,), (LONG,))
             array.fill(7)
             got = comm.broadcast(array, devices)
+            joined = [comm.gather([array, array], destination=device) for device in devices]
             array.fill(9)
             assert not streams[source].query(), "the host waited"
         streams[source].synchronize()
         for device, copy in zip(devices, got, strict=True):
+            # The source's own device gets the array itself, and the others copies of what it was.
             assert ncclcomm.to_numpy(copy).max() == (9 if device == source else 7), (source, device)
+        for device, both in zip(devices, joined, strict=True):
+            values = ncclcomm.to_numpy(both)
+            assert (values.min(), values.max()) == (7, 7), (source, device)
 
 
 def test_the_callers_device_and_streams_stay(backend: CudaBackend, gpus: int) -> None:

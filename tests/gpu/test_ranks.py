@@ -7,29 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from flavours import Flavour, find
+from flavours import Flavour
 from rank_jobs import TESTS, run_rank_tests
 
 JOB_DEADLINE_S = 300.0
 DIGITS = TESTS.parent / "docs" / "examples" / "digits.py"
 
 
-@pytest.fixture
-def flavour() -> Flavour:
-    """The MPI that is here: a GPU machine need not have both."""
-    for name in ("openmpi", "mpich"):
-        try:
-            found = find(name)
-        except pytest.skip.Exception:
-            continue
-        return found
-    return find("mpich")
-
-
-def _run(flavour: Flavour, n: int, **env: str) -> None:
+def _run(any_flavour: Flavour, n: int, **env: str) -> None:
     """Run the rank tests on the CUDA backend."""
     job = run_rank_tests(
-        flavour,
+        any_flavour,
         n,
         [TESTS / "ranks", "-W", "ignore::RuntimeWarning"],
         env={"NCCLCOMM_DEVICES": "cuda", **env},
@@ -41,20 +29,20 @@ def _run(flavour: Flavour, n: int, **env: str) -> None:
 
 @pytest.mark.timeout(JOB_DEADLINE_S + 60)
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
-def test_a_gpu_a_rank(flavour: Flavour, n: int) -> None:
-    _run(flavour, n)
+def test_a_gpu_a_rank(any_flavour: Flavour, n: int) -> None:
+    _run(any_flavour, n)
 
 
 @pytest.mark.timeout(JOB_DEADLINE_S + 60)
 @pytest.mark.parametrize("n", [3, 4])
-def test_shared_gpus_and_emulated_nodes(flavour: Flavour, n: int) -> None:
-    _run(flavour, n, NCCLCOMM_SHARE_DEVICES="1")
+def test_shared_gpus_and_emulated_nodes(any_flavour: Flavour, n: int) -> None:
+    _run(any_flavour, n, NCCLCOMM_SHARE_DEVICES="1")
 
 
-def _loss(flavour: Flavour, n: int, folder: Path, **env: str) -> dict[str, object]:
+def _loss(any_flavour: Flavour, n: int, folder: Path, **env: str) -> dict[str, object]:
     """What the main job says, in float32."""
     out = folder / "digits.json"
-    ended = flavour.run(
+    ended = any_flavour.run(
         n,
         [DIGITS, "--dtype", "float32", "--steps", "100", "--output", folder / "digits.png", "--json", out],
         env=env,
@@ -72,9 +60,9 @@ def _loss(flavour: Flavour, n: int, folder: Path, **env: str) -> dict[str, objec
         pytest.param(4, {"NCCLCOMM_NODE_SIZE": "2"}, marks=pytest.mark.gpu(2)),
     ],
 )
-def test_digits_lose_the_same_as_on_the_host(flavour: Flavour, tmp_path: Path, n: int, env: dict[str, str]) -> None:
-    on_gpu = _loss(flavour, n, tmp_path, NCCLCOMM_DEVICES="cuda", **env)
-    on_host = _loss(flavour, n, tmp_path, NCCLCOMM_DEVICES="host", **env)
+def test_digits_lose_the_same_as_on_the_host(any_flavour: Flavour, tmp_path: Path, n: int, env: dict[str, str]) -> None:
+    on_gpu = _loss(any_flavour, n, tmp_path, NCCLCOMM_DEVICES="cuda", **env)
+    on_host = _loss(any_flavour, n, tmp_path, NCCLCOMM_DEVICES="host", **env)
     assert (on_gpu["backend"], on_host["backend"]) == ("cuda", "host")
     assert on_gpu["loss"] == pytest.approx(on_host["loss"], abs=1e-6)
     assert on_gpu["accuracy"] == pytest.approx(on_host["accuracy"], abs=0.01)
@@ -87,23 +75,23 @@ with ncclcomm.init() as comm:
 """
 
 
-def test_two_ranks_on_one_gpu(flavour: Flavour, tmp_path: Path) -> None:
+def test_two_ranks_on_one_gpu(any_flavour: Flavour, tmp_path: Path) -> None:
     script = tmp_path / "sum.py"
     script.write_text(_ALL_REDUCE)
     env = {"NCCLCOMM_DEVICES": "cuda", "CUDA_VISIBLE_DEVICES": "0"}
-    refused = flavour.run(2, [script], env=env, timeout_s=60)
+    refused = any_flavour.run(2, [script], env=env, timeout_s=60)
     assert refused.returncode != 0
     assert "ranks 0-1 of node 0 share the GPU" in refused.stderr
     assert "NCCLCOMM_SHARE_DEVICES=1" in refused.stderr
-    shared = flavour.run(2, [script], env={**env, "NCCLCOMM_SHARE_DEVICES": "1"}, timeout_s=60)
+    shared = any_flavour.run(2, [script], env={**env, "NCCLCOMM_SHARE_DEVICES": "1"}, timeout_s=60)
     assert (shared.returncode, shared.stdout.count("[3. 3. 3.]")) == (0, 2), shared.stderr
     assert shared.stderr.count("RuntimeWarning") == 1, shared.stderr
 
 
 @pytest.mark.gpu(2)
-def test_more_ranks_than_gpus(flavour: Flavour, tmp_path: Path, gpus: int) -> None:
+def test_more_ranks_than_gpus(any_flavour: Flavour, tmp_path: Path, gpus: int) -> None:
     script = tmp_path / "sum.py"
     script.write_text(_ALL_REDUCE)
-    ended = flavour.run(gpus + 1, [script], env={"NCCLCOMM_DEVICES": "cuda"}, timeout_s=60)
+    ended = any_flavour.run(gpus + 1, [script], env={"NCCLCOMM_DEVICES": "cuda"}, timeout_s=60)
     assert ended.returncode != 0
     assert f"local rank {gpus} finds {gpus} GPUs visible" in ended.stderr

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import os
+import pickle
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ncclcomm
-from ncclcomm import ArgumentError, ClosedError, MismatchError
+from ncclcomm import AbortedError, ArgumentError, ClosedError, MismatchError
 from ranks.expected import WORLD, Findings, communicator, environment, every_op, outcomes
 
 pytestmark = pytest.mark.mpi
@@ -225,3 +229,32 @@ def test_what_was_dropped_on_one_rank_only() -> None:
         kept.clear()
         gc.collect()
         every_op(comm, found, what="after dropping the rest")
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_forked_child_is_no_rank(check: bool) -> None:
+    with ncclcomm.Communicator(WORLD, check=check) as comm, Findings() as found:
+        comm.all_reduce(np.zeros(3))  # the short way is there from the second call on
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
+            child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                comm.all_reduce(np.ones(3))
+            except AbortedError as error:
+                status = 0 if f"forked from rank {comm.rank}" in str(error) else 2
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        if comm.size > 1:
+            found.holds(status == 0, f"the child's call: {status}")
+        found.same(comm.all_reduce(np.ones(3)), np.full(3, comm.size, float), "after the fork")
+
+
+def test_it_is_not_pickled_or_copied() -> None:
+    with ncclcomm.Communicator(WORLD) as comm, Findings() as found:
+        for act in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match="belongs to its process"):
+                act(comm)
+        found.holds(comm.size == WORLD.size, f"{comm}")

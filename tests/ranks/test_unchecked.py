@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from ncclcomm import ArgumentError, MismatchError, UnsupportedError
+import ncclcomm
+from ncclcomm import AbortedError, ArgumentError, MismatchError, UnsupportedError
 from ranks.expected import KINDS, WORLD, Findings, communicator, data, environment, every_op, outcomes
 
 pytestmark = pytest.mark.mpi
@@ -39,6 +42,23 @@ def test_the_header_carries_shape_and_dtype() -> None:
                 whole if comm.rank == root else None, root=root, dim=-1, chunk_sizes=[9] + [0] * (comm.size - 1)
             )
             found.same(got, whole if comm.rank == 0 else whole[:, :0], f"scatter, root {root}")
+
+
+def test_headers_that_fit_no_record() -> None:
+    many = np.dtype([(f"a field of a long name, number {number}", "i4") for number in range(60)])
+    with communicator(check=False) as comm, Findings() as found:
+        comm.barrier()
+        for root in range(comm.size):
+            for count in (0, 1, 5):
+                sent = data(root, (count, 2), many)
+                found.same(comm.broadcast(sent if comm.rank == root else None, root=root), sent, f"broadcast, {root}")
+                whole = data(root, (count * comm.size,), many)
+                part = comm.scatter(whole if comm.rank == root else None, root=root)
+                found.same(part, whole[count * comm.rank : count * (comm.rank + 1)], f"scatter, {root}")
+                joined = comm.gather(data(comm.rank, (count,), many), root=root)
+                if comm.rank == root:
+                    want = b"".join(data(rank, (count,), many).tobytes() for rank in range(comm.size))
+                    found.same(joined, np.frombuffer(want, many), f"gather, {root}")
 
 
 def test_out_forms() -> None:
@@ -87,13 +107,50 @@ def test_the_first_calls_alone_are_checked() -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_gather_tells_all_ranks_even_so() -> None:
-    with communicator(check=False) as comm, Findings() as found:
+def test_gather_over_several_nodes_tells_all_ranks_even_so() -> None:
+    with communicator(check=False, NCCLCOMM_NODE_SIZE="1") as comm, Findings() as found:
         told = outcomes(lambda: comm.gather(np.zeros((2, 3 + comm.rank))))
         found.holds(all(o.error is MismatchError for o in told), f"other dimensions: {told}")
         told = outcomes(lambda: comm.gather("abc" if comm.rank == 1 else np.zeros(2)))
         found.holds(all(o.error is UnsupportedError for o in told), f"no array: {told}")
         every_op(comm, found)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("calls_before", [0, 3])
+@pytest.mark.parametrize("fault", ["shape", "dtype", "dim", "no array", "out"])
+def test_gather_on_one_node_tells_the_root(fault: str, calls_before: int) -> None:
+    with environment(), Findings() as found:
+        comm = ncclcomm.Communicator(WORLD, check=False)
+        if comm.num_nodes > 1:
+            comm.close()
+            pytest.skip("on several hosts all ranks are told")
+        root, odd = comm.size - 1, 0
+        comm.barrier()
+        for _ in range(calls_before):  # the first of which goes the long way
+            comm.gather(np.zeros((2, 2)), root=root)
+        part: Any = np.zeros((2, 2))
+        dim, out = 0, None
+        if comm.rank == odd:
+            part = {"shape": np.zeros((2, 3)), "dtype": np.zeros((2, 2), np.float32), "no array": "abc"}.get(
+                fault, part
+            )
+            dim = int(fault == "dim")
+        elif fault == "out":
+            out = np.zeros((2, 2))
+        told = outcomes(lambda: comm.gather(part, root=root, dim=dim, out=out))
+        wanted = UnsupportedError if fault == "no array" else MismatchError
+        found.holds(told[root].error is wanted, f"the root: {told}")
+        named = f"rank {root}" if fault == "out" else f"rank {odd}"
+        found.holds(named in told[root].message.partition(": ")[2], f"the root does not name {named}: {told}")
+        for rank in range(comm.size - 1):
+            mine = wanted if (rank, fault) == (odd, "no array") else None
+            found.holds(told[rank].error is mine, f"rank {rank}: {told}")
+        if comm.rank == root:
+            with pytest.raises(AbortedError, match="gather failed"):
+                comm.barrier()
+        comm.abort()
+        comm.close()
 
 
 def test_a_bad_root_array_reaches_those_who_wait_for_its_header() -> None:

@@ -27,17 +27,16 @@ LAYERS = {
 }
 PUTS_TOGETHER = {"__init__", "__main__", "cli", "bench", "doctor"}
 """Where parts are put together: they may import any layer."""
-HANDS_IN_CONFIG = {"devices/registry.py", "communicator/setup.py", "communicator/world.py"}
+HANDS_IN_CONFIG = {"devices/registry.py", *(f"communicator/{name}.py" for name in ("setup", "starting", "world"))}
 """Where the environment's configuration is read and handed to the parts."""
 
 DOORS = {
     "cupy": {"devices/cuda", "transport/peer.py", "transport/nccl.py", "bench/"},
     "cuda": {"devices/cuda", "transport/peer.py", "transport/nccl.py"},
-    "mpi4py": {"transport/mpi.py", "transport/shm.py", "communicator/world.py", "doctor/world.py"},
+    "mpi4py": {"transport/mpi", "transport/shm.py", "communicator/world.py", "doctor/world.py"},
     "threading": {
         "devices/",
         "transport/peer.py",
-        "transport/nccl.py",  # the process's one lock around NCCL's groups
         "communicator/watchdog",
         "communicator/board",  # names of threads
         "communicator/exits",  # their excepthook
@@ -55,7 +54,7 @@ DOORS = {
 }
 PURE = {"topology.py": set(), "communicator/hierarchy.py": {"numpy"}}
 """Files that do no I/O, and the third-party packages that they may import."""
-BACKENDS = ("devices/cuda", "transport/nccl.py", "transport/mpi.py", "transport/shm.py", "bench/")
+BACKENDS = ("devices/cuda", "transport/nccl.py", "transport/mpi", "transport/shm.py", "bench/")
 """Files that are imported only where their library is in use, and so may import it at their top."""
 HARMLESS = {"__future__", "collections", "dataclasses", "enum", "functools", "itertools", "math", "ncclcomm", "typing"}
 ENVIRONMENT_READERS = ("config.py", "launcher/")

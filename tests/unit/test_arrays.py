@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -62,7 +63,8 @@ def test_cupy_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     package.ndarray = Fake  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", package)
     array = Fake()
-    assert view(array, "call") == (array, array, 3)
+    found = view(array, "call")
+    assert (found.obj, found.data, found.device) == (array, array, 3)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +91,22 @@ def test_variable_strings_are_refused() -> None:
         view(np.array(["a"], np.dtypes.StringDType()), "call: x")
 
 
-def test_masked_and_matrix_are_refused() -> None:
-    for array, name in ((np.ma.zeros(3), "MaskedArray"), (np.eye(2).view(np.matrix), "matrix")):
-        with pytest.raises(UnsupportedError, match=f"^call: x: {name} would lose"):
-            view(array, "call: x")
+@pytest.mark.parametrize(
+    ("value", "mend"),
+    [
+        (2.5, "numpy.asarray makes one of it"),
+        ([1, 2], "numpy.asarray makes one of it"),
+        ({"lr": 1}, "other objects go over ranks by mpi4py: comm.mpi_comm.bcast(obj)"),
+        ("a", "other objects go over ranks by mpi4py: comm.mpi_comm.bcast(obj)"),
+        (b"a", "other objects go over ranks by mpi4py: comm.mpi_comm.bcast(obj)"),
+        (np.ma.zeros(3), "MaskedArray would lose its mask; pass .filled(value), or .data and .mask"),
+        (np.eye(2).view(np.matrix), "matrix keeps two dimensions in all that is made of it; pass numpy.asarray of it"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_to_pass_instead_is_told(value: Any, mend: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^call: x: .*{re.escape(mend)}"):
+        view(value, "call: x")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -50,14 +50,22 @@ def test_all_collectives_by_default() -> None:
         "all_reduce",
         "barrier",
     ]
-    assert [op.name for op in options(in_process=True).ops] == ["broadcast", "scatter", "gather", "reduce_add"]
+    assert [op.name for op in options(in_process=True).ops] == [
+        "broadcast",
+        "scatter",
+        "gather",
+        "reduce_add",
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+    ]
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"ops": ["all_redce"]}, "no collective 'all_redce' over ranks: use some of broadcast, scatter"),
-        ({"ops": ["all_reduce"], "in_process": True}, "no collective 'all_reduce' in one process"),
+        ({"ops": ["barrier"], "in_process": True}, "no collective 'barrier' in one process"),
         ({"against": "mpi4py,mpich"}, "--against 'mpich' is unknown: use some of mpi4py, torch, gloo"),
         ({"against": "raw,"}, "--against 'raw,' has an empty entry"),
         ({"op": "mean"}, "--op 'mean' is unknown: use some of sum, prod"),

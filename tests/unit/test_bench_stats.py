@@ -27,6 +27,9 @@ def test_bus_factors(n: int) -> None:
         "scatter": parts,
         "gather": parts,
         "reduce_add": 1,
+        "all_reduce": 2 * (n - 1) / n,
+        "all_gather": parts,
+        "reduce_scatter": parts,
     }
 
 

@@ -17,6 +17,7 @@ import ncclcomm
 from ncclcomm import Stream, comm, current_stream, stream, synchronize
 from ncclcomm.devices import use_backend
 from ncclcomm.devices.host import HostBackend, HostEvent
+from ncclcomm.transport import peer
 
 PATIENCE_S = 0.03
 """How long a right run gives work that must not run yet; a wrong run is found out as soon as it does."""
@@ -43,6 +44,16 @@ CALLS: Calls = {
     "gather out": ((0, 2), (1,), lambda x: _single(comm.gather(x, out=_blank(1, 12)))),
     "reduce_add": ((0, 1, 2), (2,), lambda x: _single(comm.reduce_add(x, destination=2))),
     "reduce_add elsewhere": ((0, 1), (2,), lambda x: _single(comm.reduce_add(x, destination=2))),
+    "broadcast_coalesced": ((1, 0), (2, 2), lambda x: comm.broadcast_coalesced(x, [2])[0]),
+    "reduce_add_coalesced": ((0, 1), (2,), lambda x: comm.reduce_add_coalesced([[each] for each in x], 2)),
+    "all_reduce": ((0, 1, 2), (0, 1, 2), lambda x: comm.all_reduce(x)),
+    "all_reduce sliced": ((2, 0, 1), (2, 0, 1), lambda x: _sliced(x)),
+    "all_reduce out": ((1, 0), (1, 0), lambda x: comm.all_reduce(x, out=[_blank(1), _blank(0)])),
+    "all_reduce avg": ((0, 1, 2), (0, 1, 2), lambda x: comm.all_reduce(x, "avg")),
+    "all_gather": ((0, 2, 1), (0, 2, 1), lambda x: comm.all_gather(x)),
+    "all_gather out": ((2, 0), (2, 0), lambda x: comm.all_gather(x, out=[_blank(2, 12), _blank(0, 12)])),
+    "reduce_scatter": ((0, 1, 2), (0, 1, 2), lambda x: comm.reduce_scatter(x)),
+    "reduce_scatter out": ((2, 1), (2, 1), lambda x: comm.reduce_scatter(x, out=[_blank(2, 3), _blank(1, 3)])),
     "asarray": ((2,), (0,), lambda x: _single(ncclcomm.asarray(x[0], device=0))),
 }
 """For each call: the devices of its inputs, those of its results, and the call on arrays of 6 elements."""
@@ -53,16 +64,32 @@ def _blank(device: int, n: int = 6) -> Any:
     return ncclcomm.asarray(np.full(n, -7.0), device=device)
 
 
+def _sliced(inputs: list[Any]) -> Any:
+    """An all_reduce that its devices share out, as of large arrays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer, "SLICED_BYTES", 0)
+        return comm.all_reduce(inputs)
+
+
 def _expected(name: str, values: list[np.ndarray[Any, Any]]) -> list[list[float]]:
     """What NumPy makes of the inputs, one list a result."""
     count = len(CALLS[name][1])
+    total = np.sum(values, axis=0)
+    if name.startswith("all_reduce"):
+        return [(total / len(values) if name.endswith("avg") else total).tolist()] * count
+    if name.startswith("all_gather"):
+        return [np.concatenate(values).tolist()] * count
+    if name.startswith("reduce_scatter"):
+        return [part.tolist() for part in np.array_split(total, count)]
+    if name == "broadcast_coalesced":
+        return [value.tolist() for value in values]
     if name.startswith("scatter"):
         cuts = [2] if name.endswith("out") else [6 // count * i for i in range(1, count)]
         return [part.tolist() for part in np.split(values[0], cuts)]
     if name.startswith("gather"):
         return [np.concatenate(values).tolist()]
     if name.startswith("reduce_add"):
-        return [sum(values).tolist()]  # type: ignore[union-attr]
+        return [total.tolist()]
     return [values[0].tolist()] * count
 
 
@@ -131,12 +158,17 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostEvent, "wait", lambda self, stream: None)
 
 
-def _pairs(apart: bool, own_streams: bool = True) -> list[Any]:
+FIRST_THEN_REST = ("all_reduce", "all_reduce out", "all_reduce avg")
+"""Calls that read their inputs on the first device alone, whatever the others do."""
+
+
+def _pairs(apart: bool, held_by_destination: bool = False) -> list[Any]:
     """Every call with each of its inputs, and each device that gets a result.
 
     Args:
         apart: leave out results on the input's own device, which its stream orders.
-        own_streams: take the calls that copy on given streams, which a busy current stream holds by waits alone.
+        held_by_destination: leave out the calls whose reading a busy destination holds by waits alone: those that copy
+            on given streams, and those that read on another device.
     """
     return [
         pytest.param(name, source, target, id=f"{name}: {CALLS[name][0][source]} to {CALLS[name][1][target]}")
@@ -144,7 +176,7 @@ def _pairs(apart: bool, own_streams: bool = True) -> list[Any]:
         for source in range(len(CALLS[name][0]))
         for target in range(len(CALLS[name][1]))
         if not (apart and CALLS[name][0][source] == CALLS[name][1][target])
-        if own_streams or name != "scatter streams"
+        if not (held_by_destination and (name == "scatter streams" or (name in FIRST_THEN_REST and target)))
     ]
 
 
@@ -206,7 +238,7 @@ def test_results_are_wrong_without_waits(name: str, source: int, target: int) ->
 
 
 @pytest.mark.usefixtures("no_waits")
-@pytest.mark.parametrize(("name", "source", "target"), _pairs(apart=True, own_streams=False))
+@pytest.mark.parametrize(("name", "source", "target"), _pairs(apart=True, held_by_destination=True))
 def test_overwriting_corrupts_without_waits(name: str, source: int, target: int) -> None:
     scene = busy_destination(name, source, target, DEADLINE_S)
     assert not scene.gate_open[f"write {scene.sources[source]}"]
@@ -270,7 +302,7 @@ def test_current_streams_are_the_ones_used() -> None:
         synchronize(device)
 
 
-@pytest.mark.parametrize("call", ["gather", "gather out", "reduce_add", "asarray", "to_numpy"])
+@pytest.mark.parametrize("call", ["gather", "gather out", "reduce_add", "reduce_add_coalesced", "asarray", "to_numpy"])
 @pytest.mark.parametrize("late", [0, 1])
 def test_host_memory_is_complete_at_return(call: str, late: int) -> None:
     gate = threading.Event()
@@ -287,19 +319,22 @@ def test_host_memory_is_complete_at_return(call: str, late: int) -> None:
         "gather": lambda: comm.gather(arrays, destination="cpu"),
         "gather out": lambda: comm.gather(arrays, out=out),
         "reduce_add": lambda: comm.reduce_add(arrays, destination=-1),
+        "reduce_add_coalesced": lambda: comm.reduce_add_coalesced([[array] for array in arrays], "cpu")[0],
         "asarray": lambda: ncclcomm.asarray(arrays[late], device="cpu"),
         "to_numpy": lambda: ncclcomm.to_numpy(arrays[late]),
     }[call]()
     seen, was_open = np.array(found), gate.is_set()
     opener.join()
     expected = {"gather": [1, 1, 1, 2, 2, 2], "gather out": [1, 1, 1, 2, 2, 2], "reduce_add": [3, 3, 3]}
+    expected["reduce_add_coalesced"] = expected["reduce_add"]
     np.testing.assert_array_equal(seen, expected.get(call, [late + 1] * 3))
     assert type(found) is np.ndarray
     assert was_open
 
 
 @pytest.mark.parametrize(
-    "call", ["broadcast", "broadcast out", "scatter", "scatter streams", "asarray", "asarray dtype"]
+    "call",
+    ["broadcast", "broadcast out", "broadcast_coalesced", "scatter", "scatter streams", "asarray", "asarray dtype"],
 )
 def test_host_memory_may_be_overwritten_at_return(call: str) -> None:
     gate, source = threading.Event(), np.arange(6.0)
@@ -309,6 +344,7 @@ def test_host_memory_may_be_overwritten_at_return(call: str) -> None:
     found = {
         "broadcast": lambda: comm.broadcast(source, [1])[0],
         "broadcast out": lambda: comm.broadcast(source, out=[out])[0],
+        "broadcast_coalesced": lambda: comm.broadcast_coalesced([source], [1])[0][0],
         "scatter": lambda: comm.scatter(source, [1])[0],
         "scatter streams": lambda: comm.scatter(source, [1], streams=[Stream(device=1)])[0],
         "asarray": lambda: ncclcomm.asarray(source, device=1),
@@ -318,6 +354,53 @@ def test_host_memory_may_be_overwritten_at_return(call: str) -> None:
     source.fill(-99.0)
     gate.set()
     np.testing.assert_array_equal(ncclcomm.to_numpy(found), np.arange(6.0))
+
+
+def test_a_busy_device_holds_no_other_one() -> None:
+    """The copies of one call wait for what was queued before it, and not for each other."""
+    gate = threading.Event()
+    source = ncclcomm.asarray(np.arange(6.0), device=0)
+    synchronize(0)
+    current_stream(1).launch(gate.wait, DEADLINE_S)
+    copies = comm.broadcast(source, [1, 2])
+    current_stream(2).synchronize()
+    assert not gate.is_set()
+    np.testing.assert_array_equal(copies[1].view(np.ndarray), np.arange(6.0))
+    gate.set()
+    np.testing.assert_array_equal(ncclcomm.to_numpy(copies[0]), np.arange(6.0))
+
+
+def test_what_was_enqueued_before_an_error_is_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, ran_early = threading.Event(), threading.Event()
+    source, out, other = ncclcomm.asarray(np.arange(6.0), device=0), _blank(1), _blank(2)
+    for device in range(DEVICES):
+        synchronize(device)
+    copy = HostBackend.copy
+
+    def once(self: HostBackend, dst: Any, src: Any, stream: Any) -> None:
+        monkeypatch.setattr(HostBackend, "copy", _out_of_memory)
+        copy(self, dst, src, stream)
+
+    monkeypatch.setattr(HostBackend, "copy", once)
+    current_stream(1).launch(gate.wait, DEADLINE_S)
+    with pytest.raises(MemoryError, match="of the second copy"):
+        comm.broadcast(source, out=[out, other])
+
+    def overwrite() -> None:
+        if not gate.is_set():
+            ran_early.set()
+        source.view(np.ndarray).fill(-99.0)
+
+    current_stream(0).launch(overwrite)
+    assert not ran_early.wait(PATIENCE_S)
+    gate.set()
+    synchronize(1)
+    np.testing.assert_array_equal(out.view(np.ndarray), np.arange(6.0))
+
+
+def _out_of_memory(*args: Any) -> None:
+    """Stands for a copy that can't be enqueued."""
+    raise MemoryError("of the second copy")
 
 
 def test_arrays_that_are_dropped_live_until_the_call_is_done() -> None:

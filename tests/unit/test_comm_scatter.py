@@ -226,7 +226,35 @@ def test_bad_out_writes_nothing(kind: str, words: str) -> None:
         assert_same_bits(to_numpy(out), was, kind)
 
 
-@pytest.mark.parametrize("extra", [{"chunk_sizes": [4, 6]}, {"streams": [None, None]}, {"devices": [1, 2]}], ids=str)
+def test_out_on_streams() -> None:
+    outs = [asarray(np.zeros(4), device=1), asarray(np.zeros(6), device=2)]
+    side = Stream(device=2)
+    parts = scatter(asarray(np.arange(10.0), device=0), out=outs, streams=[None, side])
+    assert all(a is b for a, b in zip(parts, outs, strict=True))
+    np.testing.assert_array_equal(to_numpy(outs[0]), np.arange(4.0))
+    side.synchronize()
+    np.testing.assert_array_equal(to_numpy(outs[1]), np.arange(4.0, 10.0))
+
+
+@pytest.mark.parametrize(
+    ("streams", "words"),
+    [
+        ([None], "streams has 1 entries for 2 devices"),
+        ([None, 5], r"streams\[1\].*expected an ncclcomm.Stream, not 5"),
+        ("ab", "streams must be a sequence"),
+    ],
+    ids=["too few", "no stream", "str"],
+)
+def test_bad_streams_with_out_write_nothing(streams: Any, words: str) -> None:
+    outs = [asarray(np.zeros(4), device=1), asarray(np.zeros(6), device=2)]
+    with pytest.raises(ArgumentError, match=f"^scatter: {words}"):
+        scatter(asarray(np.ones(10), device=0), out=outs, streams=streams)
+    with pytest.raises(ArgumentError, match=r"streams\[1\] is of device 1; expected one of device 2"):
+        scatter(asarray(np.ones(10), device=0), out=outs, streams=[None, Stream(device=1)])
+    assert not any(to_numpy(out).any() for out in outs)
+
+
+@pytest.mark.parametrize("extra", [{"chunk_sizes": [4, 6]}, {"devices": [1, 2]}], ids=str)
 def test_out_excludes(extra: dict[str, Any]) -> None:
     outs = [asarray(np.zeros(4), device=1), asarray(np.zeros(6), device=2)]
     with pytest.raises(ArgumentError, match="^scatter: .*out"):

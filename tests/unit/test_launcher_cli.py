@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import ncclcomm
 from ncclcomm.cli import main
 from ncclcomm.errors import BackendUnavailableError
 from ncclcomm.launcher import flavour as flavour_module
@@ -68,6 +69,11 @@ def executable(path: Path, text: str) -> Path:
         (["-n", "2", "--mpi=pmi 2", "SCRIPT"], "'pmi 2' is no type"),
         (["-n", "2", "--hosts", "h1", "--hostfile", "f", "SCRIPT"], "not allowed with"),
         (["-n", "2", "--env"], "--env"),
+        (["-np", "2", "SCRIPT"], "mpirun's -np is -n here"),
+        (["-n", "2", "python", "mean.py", "a b"], "'python' is the interpreter, which is taken from here"),
+        (["-n", "2", "python", "mean.py", "a b"], "leave it out, as in `-n N mean.py 'a b'`"),
+        (["-n", "2", "python3"], "leave it out, as in `-n N SCRIPT`"),
+        (["-n", "2", sys.executable, "mean.py"], "leave it out, as in `-n N mean.py`"),
     ],
 )
 def test_usage_errors_are_one_line_and_status_2(
@@ -135,6 +141,40 @@ def test_what_follows_the_program_is_its_own(tail: list[str], script: Path, caps
 def test_a_double_dash_may_end_the_options(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--dry-run", "-n", "2", "--", str(script), "--", "x"]) == 0
     assert shlex.split(capsys.readouterr().out)[-3:] == [str(script), "--", "x"]
+
+
+def test_a_script_may_be_called_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "python3"
+    path.write_text("print('hello')\n")
+    assert main(["run", "--dry-run", "-n", "2", str(path), "x"]) == 0
+    assert shlex.split(capsys.readouterr().out)[-2:] == [str(path), "x"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "usage"),
+    [
+        (["run", "-n", "2", "--bogus", "x.py"], "usage: ncclcomm run "),
+        (["doctor", "--bogus"], "usage: ncclcomm doctor "),
+        (["bench", "--bogus"], "usage: ncclcomm bench "),
+        (["--bogus", "doctor"], "usage: ncclcomm ["),
+    ],
+)
+def test_unknown_options_show_the_commands_own_usage(
+    argv: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(usage)
+    assert "--bogus" in err.splitlines()[-1]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ncclcomm {ncclcomm.__version__}\n"
 
 
 def test_help_names_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,13 @@ def test_the_first_report_explains_what_is_heard_before_its_ranks_end(
     assert capsys.readouterr().err == "ncclcomm run: rank 2 on host h2 exited with status 3\nroot cause\n"
 
 
+def test_a_rank_without_a_report_may_have_said_why_itself(rank: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = Verdict(1, names_hosts=False)
+    fail(verdict, rank(0), 5)
+    assert verdict.status("mpiexec", 1) == 5
+    assert capsys.readouterr().err == "ncclcomm run: rank 0 exited with status 5: what is printed above may say why\n"
+
+
 def test_a_signal_without_a_name_is_told_by_its_number(rank: Make, capsys: pytest.CaptureFixture[str]) -> None:
     verdict = Verdict(1, names_hosts=False)
     fail(verdict, rank(0), 168, 40)
@@ -100,11 +107,20 @@ def test_a_report_without_an_end_is_shown(rank: Make, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("silent", "returncode", "status", "said"),
     [
-        (True, 0, 1, "rank 1, 10 on host h was lost: the host does not answer"),
-        (True, 255, 1, "rank 1, 10 on host h was lost: the host does not answer"),
-        (True, -9, 1, "rank 1, 10 on host h was lost: the host does not answer"),
-        (False, 255, 255, "mpiexec ended with status 255, and rank 1, 10 on host h was killed, or the host was"),
-        (False, 0, 1, "mpiexec ended with status 0, and rank 1, 10 on host h was killed, or the host was"),
+        (True, 0, 1, "ranks 1, 10 on host h were lost: the host does not answer"),
+        (True, 255, 1, "ranks 1, 10 on host h were lost: the host does not answer"),
+        (True, -9, 1, "ranks 1, 10 on host h were lost: the host does not answer"),
+        (False, 255, 255, "mpiexec ended with status 255, and ranks 1, 10 on host h were killed, or the host was"),
+        (False, 0, 1, "mpiexec ended with status 0, and ranks 1, 10 on host h were killed, or the host was"),
+        (False, 9, 9, "mpiexec ended with status 9, and ranks 1, 10 on host h were killed, or the host was"),
+        (False, -9, 1, "mpiexec ended with status 1, and ranks 1, 10 on host h were killed, or the host was"),
+        (
+            False,
+            1,
+            1,
+            "mpiexec ended with status 1, and ranks 1, 10 on host h with it, as after MPI_Abort: "
+            "what is printed above says why",
+        ),
     ],
 )
 def test_lost_ranks(
@@ -132,7 +148,7 @@ def test_a_silent_host_is_told_beside_a_failure(rank: Make, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("asked", "returncode", "status", "said"),
     [
-        (False, 0, 1, "ncclcomm run: srun ended with status 0, but rank 1, 2 was not seen to end\n"),
+        (False, 0, 1, "ncclcomm run: srun ended with status 0, but ranks 1, 2 were not seen to end\n"),
         (False, 5, 5, "ncclcomm run: srun ended with status 5\n"),
         (False, -15, 143, "ncclcomm run: srun ended with status 143\n"),
         (True, 0, 143, ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from typing import Any
 
@@ -33,6 +34,23 @@ def test_what_each_takes(op: str) -> None:
     assert [dtype for dtype in dtypes if _takes(op, dtype)] == expected
     with pytest.raises(UnsupportedError, match=rf"^call: {op} of dtype \|S5 is not supported; {op} takes .*float16"):
         check_reduction(op, np.dtype("S5"), "call")
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "mend"),
+    [
+        ("min", "?", "; for a logical and: min of array.astype('uint8')"),
+        ("prod", "?", "; for a logical and: min of array.astype('uint8')"),
+        ("max", "?", "; sum of bool is a logical or"),
+        ("avg", "?", "; pass array.astype(float)"),
+        ("avg", "i8", "; pass array.astype(float)"),
+        ("avg", "S1", "complex128"),
+        ("min", "c8", "float64"),
+    ],
+)
+def test_what_to_use_instead(op: str, dtype: str, mend: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{re.escape(mend)}$"):
+        check_reduction(op, np.dtype(dtype), "call")
 
 
 @pytest.mark.parametrize("op", ["mean", "SUM", "", None, 1, np.add, ["sum"]], ids=str)

@@ -190,6 +190,25 @@ def test_views_and_elements_stay() -> None:
         np.testing.assert_array_equal(to_numpy(found), look(value))
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(12.0).reshape(2, 2, 3),
+        np.zeros(2, [("a", "i4"), ("b", "f8")]),
+        np.array(["ab", "array"]),
+        np.arange(40),
+        np.array(3),
+        np.zeros((0, 3), "f4"),
+    ],
+    ids=str,
+)
+def test_shown_as_by_numpy(value: np.ndarray[Any, Any]) -> None:
+    array = asarray(value, device=1)
+    assert str(array) == f"{array}" == str(value)
+    first, *more = repr(value).replace("array", "HostArray", 1).split("\n")
+    assert repr(array).split("\n") == [first, *(line and f"    {line}" for line in more)]
+
+
 def test_in_place_and_scalars() -> None:
     array = asarray(np.arange(3.0), device=1)
     same = array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,9 @@ class Cupyx(Peer):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         need_gpus_of_ranks(group)
+        if group.mpi_comm is None:
+            # CuPy would take its own TCP store instead, on a fixed port, and not say so.
+            raise Absent("it starts through MPI, and this process has no launcher")
         try:
             distributed = importlib.import_module("cupyx.distributed")
         except ImportError as error:
@@ -39,10 +43,17 @@ class Cupyx(Peer):
             self._backend = distributed.init_process_group(group.ranks, group.rank, use_mpi=True)
         except Exception as error:  # whatever CuPy or NCCL raise, it is told as the reason
             raise Absent(f"cupyx.distributed can't start: {error}") from error
+        # Its communicator's destructor would destroy it, which is collective, at the latest when the interpreter ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend._comm))
 
     def versions(self) -> dict[str, str]:
         """See Peer.versions."""
         return {"cupy": str(cupy.__version__)}
+
+    def close(self) -> None:
+        """See Peer.close."""
+        self.group.wait()
+        self._backend._comm.destroy()
 
     def takes(self, case: Case) -> bool:
         """See Peer.takes."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from ncclcomm.bench.case import Case
 from ncclcomm.bench.peers.base import Absent, Peer
+from ncclcomm.reductions import ufunc_for
 
 if TYPE_CHECKING:
     from ncclcomm.bench.group import Group
@@ -75,3 +76,53 @@ class RawNumpy(Peer):
                 add(target, array, out=target)
 
         return reduce_add
+
+    def _all_reduce(self, case: Case) -> Call:
+        arrays, targets = _plain(case.sends), _plain(case.recvs)
+        first, rest = targets[0], targets[1:]
+        reduce = _reduction(case)
+
+        def all_reduce() -> None:
+            reduce(first, arrays)
+            for target in rest:
+                np.copyto(target, first)
+
+        return all_reduce
+
+    def _all_gather(self, case: Case) -> Call:
+        parts, targets = _plain(case.sends), _plain(case.recvs)
+        pairs = [pair for target in targets for pair in zip(np.split(target, len(parts)), parts, strict=True)]
+
+        def all_gather() -> None:
+            for place, part in pairs:
+                np.copyto(place, part)
+
+        return all_gather
+
+    def _reduce_scatter(self, case: Case) -> Call:
+        arrays, targets = _plain(case.sends), _plain(case.recvs)
+        chunks = [list(parts) for parts in zip(*(np.split(array, len(targets)) for array in arrays), strict=True)]
+        pairs = list(zip(targets, chunks, strict=True))
+        reduce = _reduction(case)
+
+        def reduce_scatter() -> None:
+            for target, parts in pairs:
+                reduce(target, parts)
+
+        return reduce_scatter
+
+
+def _reduction(case: Case) -> Callable[[Any, list[Any]], None]:
+    """NumPy's calls for a row's reduction: of arrays into a target."""
+    average = case.reduction == "avg"
+    func = ufunc_for("sum" if average else case.reduction, case.row.dtype)
+    divisor = case.row.dtype.type(case.row.size)
+
+    def reduce(target: Any, arrays: list[Any]) -> None:
+        np.copyto(target, arrays[0])
+        for array in arrays[1:]:
+            func(target, array, out=target)
+        if average:
+            np.divide(target, divisor, out=target)
+
+    return reduce
