@@ -206,6 +206,7 @@ class Verdict:
                 say(f"{ranks} {were} lost: the host does not answer")
             elif by_abort:
                 # One that calls MPI_Abort, as the watchdog of a rank that waits in vain does, has said why.
-                say(f"{head}{ranks} with it, as after MPI_Abort: what is printed above says why")
+                lost_host = ", or the host was lost" if self._names_hosts else ""
+                say(f"{head}{ranks} with it, as after MPI_Abort: what is printed above says why{lost_host}")
             else:
                 say(f"{head}{ranks} {were} killed, or the host was")

@@ -217,6 +217,9 @@ def test_a_device_that_cannot_be_made_current_leaves_the_communicator_usable(mon
         def __enter__(self) -> None:
             raise LookupError
 
+        def __exit__(self, *_: object) -> None:
+            raise AssertionError("never entered")
+
     with monkeypatch.context() as patch:
         patch.setattr(comm._member, "on_device", Refuses)
         with pytest.raises(LookupError):

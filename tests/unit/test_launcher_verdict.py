@@ -119,7 +119,7 @@ def test_a_report_without_an_end_is_shown(rank: Make, capsys: pytest.CaptureFixt
             1,
             1,
             "mpiexec ended with status 1, and ranks 1, 10 on host h with it, as after MPI_Abort: "
-            "what is printed above says why",
+            "what is printed above says why, or the host was lost",
         ),
     ],
 )
