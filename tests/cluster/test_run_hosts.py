@@ -23,7 +23,7 @@ from rank_jobs import TESTS
 
 ROOT = TESTS.parent
 UP_LIMIT_S = 60.0
-END_LIMIT_S = 15.0
+END_LIMIT_S = 25.0
 """What "in seconds" means for the end of a job, on a busy machine."""
 LOST_LIMIT_S = 30.0
 """A silent host is given up after 9 s; mpiexec, which may wait for it for ever, some more."""
@@ -189,7 +189,7 @@ def test_a_host_that_goes_down_ends_the_job(lone: Runner, flavour: Flavour, tmp_
         lone.hosts.crash("h2")
         assert job.process.wait(LOST_LIMIT_S) not in (0, 124), job.output()
         assert re.search(r"ncclcomm run: .*ranks? 1(, 2)? on host h2 .*(killed|lost)", job.output())
-    assert ranks_saved(tmp_path) == [0]
+    assert 0 in ranks_saved(tmp_path)  # one of the other host may, while that goes down
 
 
 def test_a_host_that_is_cut_off_ends_its_ranks_and_the_job(run: Runner, tmp_path: Path) -> None:

@@ -9,9 +9,6 @@ import pytest
 from faults.rank_programs import ENDS_WITHIN_S, run_program
 from flavours import FLAVOURS, Flavour
 
-pytestmark = pytest.mark.flavours(*FLAVOURS)
-
-
 AT_EXIT = {
     "close at exit": "comm.close, kept[1].close, comm.close",
     "abort at exit": "comm.abort, comm.close, comm.abort",
@@ -80,6 +77,7 @@ comm.all_reduce(array)
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.flavours(*FLAVOURS)
 def test_a_call_after_the_programs_own_finalize_is_refused(flavour: Flavour, tmp_path: Path) -> None:
     body = """
 from mpi4py import MPI

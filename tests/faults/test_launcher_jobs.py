@@ -18,8 +18,6 @@ import pytest
 
 from flavours import FLAVOURS, Flavour, clean_env, run_tree
 
-pytestmark = pytest.mark.flavours(*FLAVOURS)
-
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "NCCLCOMM_TEST_LAUNCH"
 JOB_LIMIT_S = 40.0
@@ -143,6 +141,7 @@ def waiting(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.flavours(*FLAVOURS)
 @pytest.mark.parametrize("when", ["before", "during"])
 @pytest.mark.parametrize(
     ("how", "status", "said"),
@@ -166,6 +165,7 @@ def test_first_failure_ends_the_job(
     assert "not reached" not in ended.stdout
 
 
+@pytest.mark.flavours(*FLAVOURS)
 def test_traceback_is_plain_pythons(flavour: Flavour, failing: Path) -> None:
     plain = subprocess.run(
         [flavour.python, failing, "raise", "before"],

@@ -10,9 +10,8 @@ import pytest
 from faults.rank_programs import ENDS_WITHIN_S, run_program
 from flavours import FLAVOURS, Flavour
 
-pytestmark = pytest.mark.flavours(*FLAVOURS)
 
-
+@pytest.mark.flavours(*FLAVOURS)
 def test_a_time_limit_raises_on_every_waiting_rank(flavour: Flavour, tmp_path: Path) -> None:
     body = """
 def elsewhere():

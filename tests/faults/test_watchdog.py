@@ -12,9 +12,8 @@ import pytest
 from faults.rank_programs import ENDS_WITHIN_S, run_program
 from flavours import FLAVOURS, Flavour
 
-pytestmark = pytest.mark.flavours(*FLAVOURS)
 
-
+@pytest.mark.flavours(*FLAVOURS)
 @pytest.mark.parametrize(
     ("leave", "words"),
     [

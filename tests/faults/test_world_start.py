@@ -9,8 +9,6 @@ import pytest
 
 from flavours import FLAVOURS, Flavour
 
-pytestmark = pytest.mark.flavours(*FLAVOURS)
-
 HEAD = """
 import os, sys, time
 import numpy as np
@@ -29,6 +27,7 @@ def run(flavour: Flavour, folder: Path, body: str, **env: str) -> tuple[int, str
     return done.returncode, done.stdout, done.stderr, time.monotonic() - start
 
 
+@pytest.mark.flavours(*FLAVOURS)
 @pytest.mark.parametrize("before", ["sys.exit(0)", "time.sleep(25)", "raise ValueError('no data here')"])
 def test_a_limit_ends_the_wait_for_a_rank_that_does_not_come(flavour: Flavour, tmp_path: Path, before: str) -> None:
     status, _, errors, seconds = run(flavour, tmp_path, f"if rank == 1: {before}\nncclcomm.init(timeout_s=3)")
