@@ -37,6 +37,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.is_file() and for_ranks != config.getoption("with_mpi", default=False) else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest file, which would keep one process busy when the others are done."""
+    items.sort(key=lambda item: item.path != RANK_TESTS.parent / "test_ranks.py")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give tests with the `flavour` fixture the flavours that their `flavours` mark names, or the common ones."""
     chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
