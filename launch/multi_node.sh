@@ -163,11 +163,18 @@ is_alone() {
     done
 }
 
-# has_ranks: whether a rank lives on some host, as far as the hosts can be asked.
+# Says so where no rank of the job is left. Whatever else a host or its shell prints, or a host that is silent, doesn't.
+# shellcheck disable=SC2016
+readonly NO_RANKS='
+found=$(grep -sl "NCCLCOMM_LAUNCH_ID=$1" /proc/[0-9]*/environ | xargs -r grep -slz "^OMPI_COMM_WORLD_RANK=")
+[ -n "$found" ] || echo "$1 has no rank here"'
+
+# has_ranks: whether a rank lives on some host, or may, as a host does not answer.
 has_ranks() {
-    local host find='grep -sl "NCCLCOMM_LAUNCH_ID=$1" /proc/[0-9]*/environ | xargs -r grep -sl "^OMPI_COMM_WORLD_RANK=" -z'
+    local host said
     for host in "${used[@]}"; do
-        [[ -z $("${agent_words[@]}" "$host" "sh -c$(quoted "$find" find "$launch_id")" 2>&1 </dev/null) ]] || return 0
+        said=$("${agent_words[@]}" "$host" "sh -c$(quoted "$NO_RANKS" look "$launch_id")" 2>/dev/null </dev/null) || true
+        [[ $said == *"$launch_id has no rank here"* ]] || return 0
     done
     return 1
 }

@@ -10,7 +10,7 @@ import numpy as np
 
 from ncclcomm.errors import ArgumentError, UnsupportedError
 
-__all__ = ["OPS", "check_reduction", "reduce_into", "ufunc_for"]
+__all__ = ["OPS", "check_reduction", "divide_by", "reduce_into", "ufunc_for"]
 
 OPS = ("sum", "prod", "min", "max", "avg")
 
@@ -72,6 +72,17 @@ def ufunc_for(op: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
     if op == "sum" and dtype.kind == "b":
         return np.logical_or
     return _UFUNCS[op]
+
+
+def divide_by(total: Any, count: int) -> None:
+    """Make an average of a sum, in its place and its own dtype; silently, as warnings may have been made errors.
+
+    Args:
+        total: the sum.
+        count: of how many arrays.
+    """
+    with np.errstate(all="ignore"):
+        np.divide(total, total.dtype.type(count), out=total)
 
 
 def reduce_into(out: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]], op: str) -> None:

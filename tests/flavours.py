@@ -110,6 +110,18 @@ def _names_of(pids: Sequence[int]) -> set[str]:
     return names
 
 
+def _command_lines(pids: Sequence[int]) -> list[str]:
+    """What those processes run."""
+    lines = []
+    for pid in pids:
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue  # it ended meanwhile
+        lines.append(line.replace(b"\0", b" ").decode(errors="replace").strip())
+    return lines
+
+
 def _kill_job(job: str, limit_s: float = 10.0) -> None:
     """Kill every process of the job, including those that a dying launcher starts or leaves behind."""
     end = time.monotonic() + limit_s
@@ -178,7 +190,8 @@ def run_tree(
         )
         try:
             status = process.wait(timeout_s)
-            trouble = _survivors(job, 5.0) and "left processes behind"
+            left = _survivors(job, 5.0)
+            trouble = left and f"left processes behind: {', '.join(_command_lines(left))}"
         except subprocess.TimeoutExpired:
             names = _names_of(_pids_of(job))
             status, trouble = None, f"did not end within {timeout_s:g} s; left: {', '.join(sorted(names))}"

@@ -13,6 +13,7 @@ from ncclcomm.devices.host_array import HostArray, as_host_array
 from ncclcomm.devices.index import is_host_memory, resolve_device
 from ncclcomm.devices.registry import current_backend
 from ncclcomm.errors import ArgumentError
+from ncclcomm.reductions import check_reduction
 from ncclcomm.transport.peer import PeerTransport
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "outs_of",
     "part_of",
     "peer_of",
+    "terms_of",
     "uniform_views_of",
     "view_of",
     "views_of",
@@ -63,7 +65,8 @@ def list_of(values: Any, call: str, name: str, what: str) -> Iterable[Any]:
         ArgumentError: one value in place of a list.
     """
     if type(values) in _LISTS:
-        return values  # type: ignore[no-any-return]
+        found: Iterable[Any] = values
+        return found
     if hasattr(values, "dtype") or isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise ArgumentError(f"{call}: {name} must be an iterable of {what}, not one {type(values).__name__}")
     return values
@@ -169,6 +172,21 @@ def check_alike(arrays: Sequence[View], call: str, name: str, dim: int | None = 
         if data.shape != expected:
             along = "" if dim is None else f" except along dim {dim}"
             raise ArgumentError(f"{which} has shape {data.shape}; expected {expected} as {other}{along}")
+
+
+def terms_of(inputs: Iterable[Any], op: Any, call: str) -> tuple[list[View], tuple[int, ...], np.dtype[Any]]:
+    """The arrays of a reduction, which are alike; their shape, and the result's dtype, in the native byte order.
+
+    Raises:
+        ArgumentError: no array, one in host memory, shapes or dtypes that differ, no such op.
+        UnsupportedError: an entry is no supported array, or op doesn't take the dtype.
+    """
+    arrays, alike = uniform_views_of(inputs, call, "inputs")
+    if not alike:
+        check_alike(arrays, call, "inputs")
+    first = arrays[0].data
+    check_reduction(op, first.dtype, call)
+    return arrays, first.shape, first.dtype if first.dtype.isnative else first.dtype.newbyteorder("=")
 
 
 def check_outs(

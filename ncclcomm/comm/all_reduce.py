@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ncclcomm.arrays import empty_on
-from ncclcomm.comm._common import check_alike, check_outs, outs_of, peer_of, uniform_views_of
-from ncclcomm.reductions import check_reduction
+from ncclcomm.comm._common import check_outs, outs_of, peer_of, terms_of
 
 __all__ = ["all_reduce"]
 
@@ -34,14 +33,7 @@ def all_reduce(inputs: Iterable[Any], op: str = "sum", *, out: Iterable[Any] | N
 
     See: torch.distributed.all_reduce.
     """
-    arrays, alike = uniform_views_of(inputs, _CALL, "inputs")
-    if not alike:
-        check_alike(arrays, _CALL, "inputs")
-    first = arrays[0].data
-    shape, dtype = first.shape, first.dtype
-    check_reduction(op, dtype, _CALL)
-    if not dtype.isnative:
-        dtype = dtype.newbyteorder("=")
+    arrays, shape, dtype = terms_of(inputs, op, _CALL)
     peer = peer_of()
     if out is None:
         outs = [empty_on(peer.backend, shape, dtype, array.device) for array in arrays]

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ncclcomm.arrays import empty_on
-from ncclcomm.comm._common import check_alike, destination_of, peer_of, uniform_views_of
-from ncclcomm.reductions import check_reduction
+from ncclcomm.comm._common import destination_of, peer_of, terms_of
 
 __all__ = ["reduce_add"]
 
@@ -34,17 +33,11 @@ def reduce_add(inputs: Iterable[Any], destination: Any = None) -> Any:
 
     See: torch.cuda.comm.reduce_add.
     """
-    arrays, alike = uniform_views_of(inputs, _CALL, "inputs")
-    if not alike:
-        check_alike(arrays, _CALL, "inputs")
-    first = arrays[0].data
-    dtype = first.dtype
-    check_reduction("sum", dtype, _CALL)
+    arrays, shape, dtype = terms_of(inputs, "sum", _CALL)
     device = destination_of(destination, _CALL)
-    native = dtype if dtype.isnative else dtype.newbyteorder("=")
-    if len(arrays) == 1 and arrays[0].device == device and native is dtype:
+    if len(arrays) == 1 and arrays[0].device == device and arrays[0].data.dtype.isnative:
         return arrays[0].obj
     peer = peer_of()
-    out = empty_on(peer.backend, first.shape, native, device)
+    out = empty_on(peer.backend, shape, dtype, device)
     peer.reduce_views(out, arrays, "sum")
     return out.obj

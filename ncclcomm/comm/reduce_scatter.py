@@ -7,8 +7,7 @@ from typing import Any
 
 from ncclcomm.arrays import View, empty_on
 from ncclcomm.chunks import check_chunk_sizes, check_dim, chunk_slices, even_counts
-from ncclcomm.comm._common import check_alike, check_outs, check_parts, outs_of, peer_of, uniform_views_of
-from ncclcomm.reductions import check_reduction
+from ncclcomm.comm._common import check_outs, check_parts, outs_of, peer_of, terms_of
 
 __all__ = ["reduce_scatter"]
 
@@ -46,14 +45,7 @@ def reduce_scatter(
 
     See: torch.distributed.reduce_scatter.
     """
-    arrays, alike = uniform_views_of(inputs, _CALL, "inputs")
-    if not alike:
-        check_alike(arrays, _CALL, "inputs")
-    first = arrays[0].data
-    shape, dtype = first.shape, first.dtype
-    check_reduction(op, dtype, _CALL)
-    if not dtype.isnative:
-        dtype = dtype.newbyteorder("=")
+    arrays, shape, dtype = terms_of(inputs, op, _CALL)
     dim = check_dim(dim, len(shape), _CALL)
     if chunk_sizes is None:
         counts = even_counts(shape[dim], len(arrays))

@@ -11,7 +11,7 @@ from ncclcomm.communicator.agree import Facts, agree, check_root, facts_of, memo
 from ncclcomm.communicator.buffers import Target, settled_flat, target_for
 from ncclcomm.communicator.call import begin, end, in_call
 from ncclcomm.errors import ArgumentError
-from ncclcomm.reductions import check_reduction
+from ncclcomm.reductions import check_reduction, divide_by
 
 if TYPE_CHECKING:
     from ncclcomm.communicator.communicator import Communicator
@@ -92,7 +92,7 @@ def _reduce_quickly(
         else:
             quick.reduce(source, None if target is None else (target, kind), op, root)
         if is_average and target is not None:
-            _divide(target.view(np.ndarray), comm.size)
+            divide_by(target.view(np.ndarray), comm.size)
         end(comm, None, None)
     except BaseException as error:  # whatever it is, the others may wait for this rank now
         quick.fail(comm, error)
@@ -125,14 +125,8 @@ def _validate(comm: Communicator, call: str, array: Any, op: Any, root: Any, out
     return Facts(_Local(found.device, flat, goal, rank), same, {})
 
 
-def _divide(total: Any, size: int) -> None:
-    """Make an average of a sum, in its place; warnings turned into errors would make a failure of a good call."""
-    with np.errstate(all="ignore"):
-        np.divide(total, total.dtype.type(size), out=total)
-
-
 def _finish(comm: Communicator, target: Target, op: str) -> Any:
     """Divide an average's sum and complete the caller's array."""
     if op == "avg":
-        _divide(target.flat, comm.size)
+        divide_by(target.flat, comm.size)
     return target.finish()

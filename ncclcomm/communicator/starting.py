@@ -29,7 +29,7 @@ while steps and not select.select([0], [], [], float(steps[0]))[0]:
 """
 """Of each three arguments: how many seconds later what is said, and which process is ended then.
 
-It waits for the end of its input, which comes when the ranks have joined, and when this process is gone.
+It is killed when the ranks have joined, and ends by itself, at the end of its input, when this process is gone.
 """
 
 
@@ -58,10 +58,11 @@ def watched_start(launch: config.Launch | None, timeout_s: float | None) -> Iter
             print(f"ncclcomm: nothing watches over the start of the ranks: {error}", file=sys.stderr, flush=True)
         yield
     finally:
+        if watch is not None:
+            watch.kill()  # a fork of this process may keep the pipe open
+            watch.wait()
         os.close(write)
         os.close(read)
-        if watch is not None:
-            watch.wait()
 
 
 def _steps(launch: config.Launch, timeout_s: float | None) -> list[str]:

@@ -4,8 +4,8 @@ A job is one mpiexec or srun and, below it, on this host and others, a watcher a
 and watch.py). A job ends in up to three steps:
 
 1. the ranks get SIGTERM, and grace to act on it;
-2. when all have ended, or the grace is over, the watchers are let go: they kill what still runs and exit, and the
-   launcher of the ranks, which has seen no rank leave until now, cleans up after itself;
+2. when all have ended, or the grace is over, the watchers are let go: they kill what still runs and, once all of them
+   have, exit; the launcher of the ranks, which has seen no rank leave until now, cleans up after itself;
 3. whatever still bears the job's mark in its environment is killed; on other hosts, if a watcher was lost.
 """
 
@@ -28,7 +28,7 @@ from ncclcomm.launcher.child import RANK_VARIABLES
 from ncclcomm.launcher.command import Command
 from ncclcomm.launcher.devices import LOCAL_RANK_VARIABLES
 from ncclcomm.launcher.leftovers import kill_marked
-from ncclcomm.launcher.link import Event, Links
+from ncclcomm.launcher.link import Event, Links, Watcher
 from ncclcomm.launcher.remote import sweep_hosts
 from ncclcomm.launcher.verdict import Verdict, say
 
@@ -283,11 +283,21 @@ class _Job:
                 event.watcher.send(f"signal {int(signal.SIGTERM)}")
         elif event.kind == "report":
             self.verdict.note_report(event.watcher)
+        elif event.kind == "clean":
+            self._on_clean(event.watcher)
         elif event.kind == "lost":
             self.verdict.note_lost(event)
             self._stop(None)
         else:
             self._on_end(event)
+
+    def _on_clean(self, watcher: Watcher) -> None:
+        """Let a watcher leave: alone after a program that ended well, else together with all."""
+        if not self.let_go:
+            watcher.send("leave")
+        elif all(each.is_clean for each in self.links.watchers):
+            for each in self.links.watchers:
+                each.send("leave")
 
     def _on_end(self, event: Event) -> None:
         """Note how a rank ended, and end the job if it failed of itself."""

@@ -56,6 +56,8 @@ class Watcher:
         """What the rank's program said when it failed."""
         self.ended = False
         """True once the program has ended."""
+        self.is_clean = False
+        """True once nothing that the program left is there any more."""
 
     def send(self, line: str) -> None:
         """Send a line; a watcher that is gone shows when it is read from."""
@@ -65,9 +67,9 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a rank: it started, it says why it fails, its program ended, or its watcher was lost."""
+    """What happened to a rank: it started, says why it fails, its program ended and left nothing, or it was lost."""
 
-    kind: Literal["start", "report", "end", "lost"]
+    kind: Literal["start", "report", "end", "clean", "lost"]
     watcher: Watcher
     status: int = 0
     """Of the program, as a shell sees it."""
@@ -226,6 +228,9 @@ def _parse(watcher: Watcher, line: str) -> Event:
     if word == "report":
         watcher.report = (watcher.report + bytes.fromhex(words[0]))[-_LONGEST_REPORT:]
         return Event("report", watcher)
+    if word == "clean":
+        watcher.is_clean = True
+        return Event("clean", watcher)
     status, killed_by, asked = map(int, words)
     watcher.ended = True
     return Event("end", watcher, status, killed_by, bool(asked))

@@ -9,10 +9,12 @@ A watcher connects to one of the addresses in NCCLCOMM_JOB_LINK (`TOKEN@ADDRESS,
 | | | `challenge NONCE` | first |
 | `hello PROOF NONCE RANK HOST` | the answer | `welcome PROOF` | the answer to that |
 | `report HEX` | a piece of what the failing program says | `signal N` | for the program |
-| `end STATUS KILLED_BY ASKED` | how the program ended | `bye` | kill the program if it runs, and exit |
+| `end STATUS KILLED_BY ASKED` | how the program ended | `bye` | kill the program if it runs, and what it left |
+| `clean` | nothing of it is left | `leave` | exit |
 
-After `end` a watcher waits for `bye`: where an MPI launcher sees a rank leave, it may tear the others down before they
-have had their SIGTERM and their grace. A broken connection means that `ncclcomm run` is gone, or this host cut off.
+After `end` a watcher waits for `bye`, and after `clean` for `leave`: where an MPI launcher sees a rank leave, it may
+tear the others down before they have had their SIGTERM and their grace, and kill watchers before they have killed what
+their programs left. A broken connection means that `ncclcomm run` is gone, or this host cut off.
 
 Each end proves by the other's NONCE that it knows the token, which itself is never sent: anyone may listen at a port.
 """
@@ -40,6 +42,8 @@ _CONNECT_LIMIT_S = 5.0
 _ANSWER_LIMIT_S = 30.0
 _LONGEST_ANSWER = 256
 _LEFTOVERS_LIMIT_S = 10.0
+_LEAVE_LIMIT_S = 2.0
+"""How long a watcher waits for those of other ranks, one of which may have been killed."""
 
 _SILENCE_BEFORE_PROBE_S = 3
 _BETWEEN_PROBES_S = 2
@@ -161,6 +165,7 @@ class _Watcher:
         self.failed: int | None = None  # the status that a program has told, which now waits to be killed
         self.asked = False
         self.let_go = False
+        self.may_leave = False
 
     def follow(self) -> None:
         """Pass on what comes, until the program has ended."""
@@ -183,7 +188,11 @@ class _Watcher:
                     poll.unregister(self.report)
 
     def finish(self) -> int:
-        """Tell how the program ended, wait to be let go, and end what it left; the status to exit with."""
+        """Tell how the program ended, wait to be let go, end what it left, and leave with the other ranks' watchers.
+
+        Returns:
+            The status to exit with.
+        """
         assert self.status is not None
         os.set_blocking(self.report, False)
         with contextlib.suppress(BlockingIOError):
@@ -198,6 +207,11 @@ class _Watcher:
         while self.link and not self.let_go:
             self._listen()
         _kill_children()
+        self._tell("clean")
+        end_at = time.monotonic() + _LEAVE_LIMIT_S
+        while self.link and not self.may_leave and (left_s := end_at - time.monotonic()) > 0:
+            if select.select([self.link], [], [], left_s)[0]:
+                self._listen()
         return code
 
     def kill(self) -> None:
@@ -245,6 +259,8 @@ class _Watcher:
                 self.let_go = True
                 if self.status is None:
                     self.kill()
+            elif word == b"leave":
+                self.may_leave = True
             # SLURM and `ncclcomm run` may both ask; a program that is saving its work is asked once.
             elif not (int(numbers[0]) == signal.SIGTERM and self.asked):
                 self._signal(int(numbers[0]))
@@ -285,9 +301,11 @@ def _kill_children() -> None:
     # There are no more, or they run as another user.
     with contextlib.suppress(ChildProcessError, PermissionError):
         while time.monotonic() < end_at:
-            for child in _children():
+            children = _children()
+            for child in children:
                 os.kill(child, signal.SIGKILL)
-            os.waitpid(-1, 0)
+            for child in children or [-1]:
+                os.waitpid(child, 0)
 
 
 def _end_daemon() -> None:

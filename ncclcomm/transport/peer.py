@@ -17,6 +17,7 @@ from ncclcomm.arrays import HOST_MEMORY, View, empty_on, same_memory
 from ncclcomm.chunks import chunk_slices, even_counts
 from ncclcomm.devices.base import DeviceBackend, StreamImpl
 from ncclcomm.devices.host_work import SPLIT_BYTES, copy_each, reduce_each
+from ncclcomm.reductions import divide_by
 from ncclcomm.transport.base import Transport
 
 __all__ = ["PeerTransport"]
@@ -40,12 +41,6 @@ class _Uses:
     def __iter__(self) -> Iterator[tuple[StreamImpl, Iterable[int]]]:
         """Each stream and its devices."""
         return iter(self._devices.values())
-
-
-def _divide(array: Any, by: int) -> None:
-    """Divide in place, in the array's own dtype."""
-    with np.errstate(all="ignore"):
-        np.divide(array, array.dtype.type(by), out=array)
 
 
 def _slices(array: View, places: Iterable[Any]) -> list[View]:
@@ -190,12 +185,12 @@ class PeerTransport(Transport):
     def _divide(self, out: View, by: int) -> None:
         """Make a sum an average, on the current stream of its device."""
         if isinstance(out.data, np.ndarray) and out.device != HOST_MEMORY:
-            self.backend.current_stream(out.device).launch(_divide, out.data, by)
+            self.backend.current_stream(out.device).launch(divide_by, out.data, by)
         elif out.device == HOST_MEMORY:
-            _divide(out.data, by)
+            divide_by(out.data, by)
         else:
             with self.backend.on_device(out.device):
-                _divide(out.data, by)
+                divide_by(out.data, by)
 
     def all_reduce_views(self, outs: Sequence[View], arrays: Sequence[View], op: str) -> None:
         """Reduce arrays of one shape and dtype into every out, with identical bits; an out may be its own array.

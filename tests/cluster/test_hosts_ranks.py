@@ -81,8 +81,6 @@ def test_nodes_are_the_hosts(placed: Placed, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(JOB_DEADLINE_S + 60)
 def test_inside_ranks(placed: Placed) -> None:
-    if placed.placement == "two and one":
-        pytest.skip("the other placements run them; this one has tests of its own")
     deselect = [word for name in FORCED for word in ("--deselect", f"tests/ranks/{name}")]
     ignore = [] if placed.placement == "block" else [f"--ignore={TESTS / 'ranks' / name}" for name in FLAT]
     n = len(PLACEMENTS[placed.placement])

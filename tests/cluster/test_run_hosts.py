@@ -23,7 +23,7 @@ from rank_jobs import TESTS
 
 ROOT = TESTS.parent
 UP_LIMIT_S = 60.0
-END_LIMIT_S = 25.0
+END_LIMIT_S = 15.0
 """What "in seconds" means for the end of a job, on a busy machine."""
 LOST_LIMIT_S = 30.0
 """A silent host is given up after 9 s; mpiexec, which may wait for it for ever, some more."""

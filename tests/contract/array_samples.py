@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ncclcomm import asarray
 from ncclcomm.devices import use_backend
 from ncclcomm.devices.base import DeviceBackend
 from ncclcomm.devices.host import HostBackend
+from ncclcomm.reductions import ufunc_for
 
 DEVICES = 4
 
@@ -113,3 +116,22 @@ def eight_devices(request: pytest.FixtureRequest) -> Iterator[DeviceBackend]:
     """As host_backend, with eight devices."""
     with use_backend(HostBackend(8, immediate=request.param == "host-sync")) as chosen:
         yield chosen
+
+
+ORDERS = [(3,), (1, 0), (2, 0, 1), (3, 1, 0, 2), (5, 7, 0, 1, 4, 2, 6, 3)]
+"""Devices of the arrays of a reduction, in the order of its terms."""
+
+
+def spread(values: list[np.ndarray[Any, Any]], order: Any) -> list[Any]:
+    """The values on devices, in that order."""
+    return [asarray(value, device=number) for value, number in zip(values, order, strict=True)]
+
+
+def reduced(values: list[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any]:
+    """NumPy's reduction, one after the other, in the native byte order."""
+    dtype = values[0].dtype.newbyteorder("=")
+    with np.errstate(all="ignore"):
+        total = functools.reduce(ufunc_for("sum" if op == "avg" else op, dtype), values)
+        if op == "avg":
+            total = total / dtype.type(len(values))
+    return np.asarray(total).astype(dtype, copy=False)

@@ -397,3 +397,21 @@ def test_mpiexec_that_outlives_ranks_that_ended_well(flavour: Flavour, failing: 
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("not reached") == 2
     assert "every rank has ended well, but mpiexec has not, 1 s later: killed" in ended.stderr
+
+
+def test_what_all_ranks_leave_is_ended_though_one_is_quicker(flavour: Flavour, tmp_path: Path) -> None:
+    """An MPI launcher that sees the quicker one go kills the other's watcher, which is not through then."""
+    script = tmp_path / "leaves.py"
+    script.write_text("""
+import subprocess, sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+if world.rank == 0:
+    unmarked = ["env", "-u", "NCCLCOMM_JOB_ID", "setsid", "sleep", "600"]
+    for _ in range(200): subprocess.Popen(unmarked)
+world.Barrier()
+if world.rank == 1: sys.exit(3)
+world.Barrier()
+""")
+    ended = launch(flavour, "-n", "2", script)
+    assert ended.returncode == 3, ended.stderr

@@ -231,7 +231,7 @@ def test_a_program_runs_where_an_address_of_several_answers(launcher: Launcher, 
         assert launcher.hear("start").watcher.rank == "5"
         end = launcher.hear("end")
         assert (end.status, end.killed_by) == (3, 0)
-        end.watcher.send("bye")
+        end.watcher.send("bye\nleave")
         assert child.wait(LIMIT_S) == 3
 
 
@@ -277,8 +277,33 @@ def test_a_program_without_streams_is_heard_when_it_fails(launcher: Launcher, tm
         end = launcher.hear("end")
         assert end.status == 1
         assert b"ZeroDivisionError" in end.watcher.report
-        end.watcher.send("bye")
+        end.watcher.send("bye\nleave")
         assert child.wait(LIMIT_S) == 1
+
+
+def test_a_watcher_ends_what_is_left_and_leaves_when_told(launcher: Launcher, tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    source = (
+        "import subprocess\nfrom pathlib import Path\n"
+        "pids = [subprocess.Popen(['setsid', 'sleep', '1000']).pid for _ in range(3)]\n"
+        f"Path({str(left)!r}).write_text(' '.join(map(str, pids)))\nraise SystemExit(3)"
+    )
+    with start_child(launcher, tmp_path, source) as child:
+        watcher = launcher.hear("end").watcher
+        assert not watcher.is_clean
+        watcher.send("bye")
+        launcher.hear("clean")
+        assert watcher.is_clean
+        assert not [pid for pid in left.read_text().split() if Path(f"/proc/{pid}").exists()]
+        assert child.poll() is None, "it waits for the other ranks' watchers"
+        watcher.send("leave")
+        assert child.wait(LIMIT_S) == 3
+
+
+def test_a_watcher_that_is_not_told_leaves_all_the_same(launcher: Launcher, tmp_path: Path) -> None:
+    with start_child(launcher, tmp_path, "raise SystemExit(3)") as child:
+        launcher.hear("end").watcher.send("bye")
+        assert child.wait(LIMIT_S) == 3
 
 
 def test_a_broken_connection_ends_the_program_and_its_daemons(launcher: Launcher, tmp_path: Path) -> None:
@@ -303,7 +328,7 @@ def test_a_long_report_comes_whole_and_before_the_end(launcher: Launcher, tmp_pa
         assert end.watcher.report.endswith(b"xend\n")
         assert end.watcher.report.count(b"x") >= 300_000
         assert child.poll() is None, "a failed rank must stay until it is let go"
-        end.watcher.send("bye")
+        end.watcher.send("bye\nleave")
         assert child.wait(LIMIT_S) == 1
 
 
@@ -317,7 +342,7 @@ def test_a_failed_program_keeps_its_connections_until_it_is_let_go(launcher: Lau
                 connection.setblocking(False)
                 with pytest.raises(BlockingIOError):
                     connection.recv(1)
-                end.watcher.send("bye")
+                end.watcher.send("bye\nleave")
                 connection.settimeout(LIMIT_S)
                 assert connection.recv(1) == b""
                 assert child.wait(LIMIT_S) == 1
@@ -328,7 +353,7 @@ def test_a_fork_of_the_program_says_its_own_words(launcher: Launcher, tmp_path: 
     with start_child(launcher, tmp_path, source) as child:
         end = launcher.hear("end")
         assert (end.status, end.watcher.report) == (0, b"")
-        end.watcher.send("bye")
+        end.watcher.send("bye\nleave")
         assert child.wait(LIMIT_S) == 0
         assert child.stderr is not None
         assert child.stderr.read().count("KeyError: 'of the fork'") == 1
@@ -356,7 +381,7 @@ def test_a_program_that_is_asked_twice_saves_its_work_once(launcher: Launcher, t
         watcher.send(f"signal {int(signal.SIGUSR1)}")
         end = launcher.hear("end")
         assert (end.status, end.asked) == (11, True)
-        end.watcher.send("bye")
+        end.watcher.send("bye\nleave")
         assert child.wait(LIMIT_S) == 11
 
 
@@ -369,5 +394,5 @@ def test_a_signal_that_asks_for_nothing_does_not_pass_for_a_wish_to_end(launcher
         watcher.send(f"signal {int(signal.SIGUSR1)}")
         end = launcher.hear("end")
         assert (end.status, end.asked) == (0, False)
-        end.watcher.send("bye")
+        end.watcher.send("bye\nleave")
         assert child.wait(LIMIT_S) == 0

@@ -86,3 +86,28 @@ os.waitpid(child, 0)
     status, out, errors, _ = run(flavour, tmp_path, body)
     assert status == 0, errors
     assert out.count("told: init: this process was forked from a rank") == 2
+
+
+def test_a_fork_that_keeps_all_descriptors_does_not_hold_the_start(flavour: Flavour, tmp_path: Path) -> None:
+    body = """
+import signal, subprocess
+
+class Holding(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.fork = os.fork()
+        if not self.fork:
+            time.sleep(40)
+            os._exit(0)
+        forks.append(self.fork)
+
+forks = []
+subprocess.Popen = Holding
+with ncclcomm.init() as comm: comm.barrier()
+for fork in forks: os.kill(fork, signal.SIGKILL)
+print("forks", len(forks))
+"""
+    status, out, errors, seconds = run(flavour, tmp_path, body)
+    assert status == 0, errors
+    assert out.count("forks 1") == 2
+    assert seconds < 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -10,35 +9,20 @@ import pytest
 
 from contract.array_samples import (
     LAYOUTS,
+    ORDERS,
     REDUCIBLE,
     addends,
     assert_same_bits,
     eight_devices,  # noqa: F401
+    reduced,
     sample,
+    spread,
 )
 from ncclcomm import ArgumentError, UnsupportedError, asarray, device_index, to_numpy
 from ncclcomm.comm import all_reduce
-from ncclcomm.reductions import ufunc_for
 from ncclcomm.transport import peer
 
 pytestmark = pytest.mark.usefixtures("eight_devices")
-
-ORDERS = [(3,), (1, 0), (2, 0, 1), (3, 1, 0, 2), (5, 7, 0, 1, 4, 2, 6, 3)]
-
-
-def _spread(values: list[np.ndarray[Any, Any]], order: Any) -> list[Any]:
-    """The values on devices, in that order."""
-    return [asarray(value, device=number) for value, number in zip(values, order, strict=True)]
-
-
-def _reduced(values: list[np.ndarray[Any, Any]], op: str) -> np.ndarray[Any, Any]:
-    """NumPy's reduction, one after the other, in the native byte order."""
-    dtype = values[0].dtype.newbyteorder("=")
-    with np.errstate(all="ignore"):
-        total = functools.reduce(ufunc_for("sum" if op == "avg" else op, dtype), values)
-        if op == "avg":
-            total = total / dtype.type(len(values))
-    return np.asarray(total).astype(dtype, copy=False)
 
 
 @pytest.fixture(params=[1 << 20, 0], ids=["whole", "sliced"], autouse=True)
@@ -52,12 +36,12 @@ def _form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_dtype_and_op(op: str, order: tuple[int, ...]) -> None:
     for dtype in REDUCIBLE[op]:
         values = [addends(dtype, (5, 3), i, op) for i in range(len(order))]
-        arrays = _spread(values, order)
+        arrays = spread(values, order)
         results = all_reduce(iter(arrays), op)
         assert type(results) is tuple
         assert [device_index(result) for result in results] == list(order)
         for result, array, value in zip(results, arrays, values, strict=True):
-            assert_same_bits(to_numpy(result), _reduced(values, op), dtype)
+            assert_same_bits(to_numpy(result), reduced(values, op), dtype)
             assert result.flags.c_contiguous
             assert not np.shares_memory(result.view(np.ndarray), array.view(np.ndarray))
             assert_same_bits(to_numpy(array), value, "an input")
@@ -67,11 +51,11 @@ def test_every_dtype_and_op(op: str, order: tuple[int, ...]) -> None:
 def test_layouts_in_and_out_and_in_place(layout: str) -> None:
     shape, look = LAYOUTS[layout]
     bases = [addends("i4", shape, i) for i in range(3)]
-    expected = _reduced([look(base).copy() for base in bases], "sum")
-    whole = _spread(bases, (1, 2, 0))
+    expected = reduced([look(base).copy() for base in bases], "sum")
+    whole = spread(bases, (1, 2, 0))
     for result in all_reduce([look(array) for array in whole]):
         assert_same_bits(to_numpy(result), expected, layout)
-    targets = _spread([np.full(shape, -1, "i4")] * 3, (1, 2, 0))
+    targets = spread([np.full(shape, -1, "i4")] * 3, (1, 2, 0))
     views = [look(target) for target in targets]
     found = all_reduce([look(array) for array in whole], out=iter(views))
     assert all(a is b for a, b in zip(found, views, strict=True))
@@ -88,20 +72,20 @@ def test_layouts_in_and_out_and_in_place(layout: str) -> None:
 
 def test_rounding_is_the_same_everywhere_and_as_in_order() -> None:
     values = [np.random.default_rng(i).normal(size=1001).astype("f4") for i in range(8)]
-    for result in all_reduce(_spread(values, range(8))):
-        assert_same_bits(to_numpy(result), _reduced(values, "sum"))
+    for result in all_reduce(spread(values, range(8))):
+        assert_same_bits(to_numpy(result), reduced(values, "sum"))
 
 
 def test_extremes_carry_nan() -> None:
     values = [np.array([1.0, np.nan, 3.0]), np.array([2.0, 5.0, np.nan])]
-    for result in all_reduce(_spread(values, (0, 1)), "max"):
+    for result in all_reduce(spread(values, (0, 1)), "max"):
         np.testing.assert_array_equal(to_numpy(result), [2.0, np.nan, np.nan])
 
 
 def test_no_dimension_no_element_and_one_device_for_all() -> None:
-    for result in all_reduce(_spread([np.array(i + 0.5) for i in range(3)], (0, 1, 2))):
+    for result in all_reduce(spread([np.array(i + 0.5) for i in range(3)], (0, 1, 2))):
         assert_same_bits(to_numpy(result), np.array(4.5))
-    for result in all_reduce(_spread([np.zeros((0, 2))] * 2, (0, 1)), "max"):
+    for result in all_reduce(spread([np.zeros((0, 2))] * 2, (0, 1)), "max"):
         assert to_numpy(result).shape == (0, 2)
     twice = [asarray(np.arange(4.0), device=1), asarray(np.ones(4), device=1)]
     for result in all_reduce(twice):
@@ -112,14 +96,14 @@ def test_no_dimension_no_element_and_one_device_for_all() -> None:
 @pytest.mark.parametrize("dtype", [">i2", ">f8", ">c16"])
 def test_other_byte_order_comes_back_native(dtype: str) -> None:
     values = [addends(dtype, 5, i) for i in range(3)]
-    arrays = _spread(values, (0, 1, 2))
+    arrays = spread(values, (0, 1, 2))
     for result in all_reduce(arrays):
         assert result.dtype.isnative
-        assert_same_bits(to_numpy(result), _reduced(values, "sum"))
+        assert_same_bits(to_numpy(result), reduced(values, "sum"))
     with pytest.raises(ArgumentError, match=r"^all_reduce: out\[0\] has shape \(5,\) and dtype >"):
         all_reduce(arrays, out=arrays)
     (one,) = all_reduce(arrays[:1])
-    assert_same_bits(to_numpy(one), _reduced(values[:1], "sum"))
+    assert_same_bits(to_numpy(one), reduced(values[:1], "sum"))
 
 
 def _outs(kind: str, inputs: list[Any]) -> list[Any]:
@@ -150,7 +134,7 @@ def _outs(kind: str, inputs: list[Any]) -> list[Any]:
     ],
 )
 def test_bad_out_writes_nothing(kind: str, words: str) -> None:
-    inputs = _spread([np.arange(6.0), np.ones(6)], (0, 1))
+    inputs = spread([np.arange(6.0), np.ones(6)], (0, 1))
     outs = _outs(kind, inputs)
     before = [to_numpy(out) for out in outs]
     with pytest.raises(ArgumentError, match=f"^all_reduce: {words}"):
@@ -161,7 +145,7 @@ def test_bad_out_writes_nothing(kind: str, words: str) -> None:
 
 def test_outs_that_overlap_each_other() -> None:
     shared = asarray(np.zeros(9), device=1)
-    inputs = _spread([np.arange(6.0), np.ones(6)], (1, 1))
+    inputs = spread([np.arange(6.0), np.ones(6)], (1, 1))
     with pytest.raises(ArgumentError, match=r"^all_reduce: out\[1\] overlaps"):
         all_reduce(inputs, out=[shared[:6], shared[3:]])
     assert not to_numpy(shared).any()
@@ -177,7 +161,7 @@ def test_outs_that_overlap_each_other() -> None:
     ids=["shape", "dtype", "byte order"],
 )
 def test_arrays_that_disagree(second: np.ndarray[Any, Any], words: str) -> None:
-    arrays = _spread([np.zeros(3), second], (0, 1))
+    arrays = spread([np.zeros(3), second], (0, 1))
     for given in (arrays, [*arrays, arrays[0]]):
         with pytest.raises(ArgumentError, match=f"^all_reduce: {words}"):
             all_reduce(given)
@@ -197,6 +181,6 @@ def test_other_refusals() -> None:
     with pytest.raises(ArgumentError, match="^all_reduce: op 'mean' is no reduction"):
         all_reduce([good], "mean")
     for dtype, op in (("M8[s]", "sum"), ("?", "prod"), ("c8", "max"), ("i4", "avg")):
-        arrays = _spread([sample(dtype, 3, i) for i in range(2)], (0, 1))
+        arrays = spread([sample(dtype, 3, i) for i in range(2)], (0, 1))
         with pytest.raises(UnsupportedError, match=f"^all_reduce: {op} of dtype .* is not supported"):
             all_reduce(arrays, op)
