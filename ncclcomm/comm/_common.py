@@ -40,21 +40,27 @@ _LISTS = frozenset((list, tuple, range))
 """What is plainly iterable; asking of other types takes longer."""
 
 _peer: PeerTransport | None = None
+_gpu_array: Any = None
+"""The class of plain arrays of GPUs, while these are in use."""
 
 
 def peer_of() -> PeerTransport:
     """The transport between the devices of the backend in use."""
-    global _peer
+    global _peer, _gpu_array
     backend, peer = current_backend(), _peer
     if peer is None or peer.backend is not backend:
         _peer = peer = PeerTransport(backend, ())
+        _gpu_array = backend.array_class
     return peer
 
 
 def view_of(array: Any, call: str, name: str, index: int | None = None) -> View:
-    """As `view`, sooner for the host backend's arrays; name, and the index in it, say what messages call it."""
-    if type(array) is HostArray and array.dtype.kind in _MEMORY_KINDS:
+    """As `view`, sooner for plain arrays of a backend; name, and the index in it, say what messages call it."""
+    kind = type(array)
+    if kind is HostArray and array.dtype.kind in _MEMORY_KINDS:
         return View(array, array.view(np.ndarray), array._device_id)
+    if kind is _gpu_array and array.dtype.kind in _MEMORY_KINDS:
+        return View(array, array, array.data.device_id)
     return view(array, f"{call}: {name}" if index is None else f"{call}: {name}[{index}]")
 
 
@@ -129,11 +135,15 @@ def uniform_views_of(arrays: Iterable[Any], call: str, name: str) -> tuple[list[
     shape = dtype = None
     uniform = True
     for index, array in enumerate(list_of(arrays, call, name, "arrays")):
-        if type(array) is HostArray:
+        kind = type(array)
+        if kind is HostArray:
             data = array.view(np.ndarray)
             if data.dtype is dtype and data.shape == shape:
                 found.append(View(array, data, array._device_id))
                 continue
+        elif kind is _gpu_array and array.dtype == dtype and array.shape == shape:
+            found.append(View(array, array, array.data.device_id))
+            continue
         one = view_of(array, call, name, index)
         found.append(one)
         uniform = index == 0 and one.device != HOST_MEMORY

@@ -59,6 +59,11 @@ def broadcast(comm: Communicator, array: Any, root: Any, out: Any, timeout_s: fl
                 return done
         elif array is None:
             return _fill_quickly(comm, quick, out, root)
+    gpu = comm._quick_gpu
+    if gpu is not None and array is None and timeout_s is None and comm._entry is None and not gpu.is_over():
+        done = gpu.fill(comm, out, root)
+        if done is not MISSED:
+            return done
     return _broadcast(comm, key, array, root, out, timeout_s)
 
 

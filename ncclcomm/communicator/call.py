@@ -88,6 +88,8 @@ def in_call(
             "may call it. Take turns, in one order on all ranks; or, for host arrays alone, split off one for each "
             "thread"
         )
+    if comm._broken:
+        comm._next_call(call)  # raises, before it looks for a device, which a forked child has none of
     device = comm._member.on_device()
     try:
         if running is None:
@@ -104,6 +106,6 @@ def in_call(
         if isinstance(error, MpiError):
             raise explained(comm, error) from error.__cause__
         raise
-    if comm._quick is None:
+    if comm._quick is None or (comm._uses_device and comm._quick_gpu is None):
         comm._find_short_way()
     return result

@@ -20,6 +20,7 @@ from ncclcomm.communicator.engine import Engine
 from ncclcomm.communicator.explain import explain
 from ncclcomm.communicator.forks import end_in_children, refuse_pickling
 from ncclcomm.communicator.quick import Quick, quick_for
+from ncclcomm.communicator.quick_gpu import QuickGpu, quick_gpu_for
 from ncclcomm.communicator.setup import Member, drop, join
 from ncclcomm.errors import AbortedError, ClosedError
 
@@ -85,6 +86,7 @@ class Communicator:
         self._committed = self._stated = self._uses_device = self._in_step = False
         self._received: Any = None  # what the short way heard of it, and leaves to the long one
         self._quick: Quick | None = None
+        self._quick_gpu: QuickGpu | None = None
         self._finalizer = weakref.finalize(self, drop, member)
         self._finalizer.atexit = False
         end_in_children(self)
@@ -112,7 +114,7 @@ class Communicator:
     def _break(self, why: str) -> None:
         """Make no further call with this rank's handle, and let the watchdogs of those who wait for it know."""
         self._broken = why
-        self._quick = None
+        self._quick = self._quick_gpu = None
         self._finalizer.detach()  # freed, it could hand its messages on to the next communicator
         if self.size > 1:
             BOARD.broken[self._member.name] = (self._entry.number if self._entry else self._calls, why)
@@ -124,7 +126,7 @@ class Communicator:
 
     def _find_short_way(self) -> None:
         """From here on take the short way of calls, if there is one."""
-        self._quick = quick_for(self)
+        self._quick, self._quick_gpu = quick_for(self), quick_gpu_for(self)
 
     def broadcast(self, array: Any = None, *, root: int = 0, out: Any = None, timeout_s: float | None = None) -> Any:
         """Give every rank the root's array.
@@ -348,14 +350,12 @@ class Communicator:
         Raises:
             MismatchError: another rank is in another call; on every rank. The communicator stays open.
         """
-        if self._closed:
-            return
-        self._quick = None
+        self._quick = self._quick_gpu = None
         if self._broken or self._member.is_over:
             self._closed = True
-            return
-        in_call(self, "close", (), None, self._give_back)
-        BOARD.close(self._member.name)
+        if not self._closed:
+            in_call(self, "close", (), None, self._give_back)
+            BOARD.close(self._member.name)
 
     def _give_back(self) -> None:
         """Close, with the other ranks."""

@@ -52,7 +52,7 @@ def _in_child() -> None:
     global _has_parents_mpi
     _has_parents_mpi = "mpi4py.MPI" in sys.modules
     for comm in list(_open):
-        comm._quick = None
+        comm._quick = comm._quick_gpu = None
         comm._broken = (
             f"this process was forked from rank {comm.rank}, and is no rank itself; make the call in the rank"
         )

@@ -10,6 +10,7 @@ from ncclcomm.arrays import check_out, view
 from ncclcomm.communicator.agree import Facts, agree, check_root, facts_of, memory_of
 from ncclcomm.communicator.buffers import Target, settled_flat, target_for
 from ncclcomm.communicator.call import begin, end, in_call
+from ncclcomm.communicator.quick import MISSED
 from ncclcomm.errors import ArgumentError
 from ncclcomm.reductions import check_reduction, divide_by
 
@@ -44,6 +45,11 @@ def reduce(comm: Communicator, call: str, array: Any, op: Any, root: Any, out: A
             target = quick.target(array, out) if root == comm.rank else None
             if target is not None or root != comm.rank:
                 return _reduce_quickly(comm, quick, plan, call, array, target, root)
+    gpu = comm._quick_gpu
+    if gpu is not None and timeout_s is None and comm._entry is None and not gpu.is_over():
+        result = gpu.reduce(comm, call, array, op, root, out)
+        if result is not MISSED:
+            return result
     return in_call(comm, call, (array,), timeout_s, lambda: _reduce(comm, call, array, op, root, out))
 
 
@@ -65,6 +71,11 @@ def all_reduce(comm: Communicator, array: Any, op: Any, out: Any, timeout_s: flo
             target = quick.target(array, out)
             if target is not None:
                 return _reduce_quickly(comm, quick, plan, "all_reduce", array, target, None)
+    gpu = comm._quick_gpu
+    if gpu is not None and timeout_s is None and comm._entry is None and not gpu.is_over():
+        result = gpu.all_reduce(comm, array, op, out)
+        if result is not MISSED:
+            return result
     return in_call(comm, "all_reduce", (array,), timeout_s, lambda: _all_reduce(comm, array, op, out))
 
 

@@ -10,7 +10,7 @@ unless an event, or a synchronisation of the host, orders them. All calls enqueu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -90,6 +90,9 @@ class DeviceBackend(ABC):
 
     name: str
     """'host' or 'cuda'."""
+
+    array_class: Any = None
+    """Arrays of exactly this class need no look at what they are; None where there is no such class."""
 
     immediate: bool = False
     """True where every stream runs its work inside the call that enqueues it, so that waits have nothing to order."""
@@ -201,6 +204,22 @@ class DeviceBackend(ABC):
             op: 'sum', 'prod', 'min' or 'max', as `ncclcomm.reductions` defines them.
             stream: the stream.
         """
+
+    def copy_plain(self, copies: Sequence[tuple[Any, int, Any, int, int]]) -> bool:
+        """Enqueue copies of bytes, ordered with all of them, where the backend has a quicker way for these.
+
+        Args:
+            copies: an array to copy to and the byte in it to begin at, the same of the array to copy from, and how many
+                bytes; each is done on the current stream of the device that it writes to.
+
+        Returns:
+            False, with nothing done, where it hasn't.
+        """
+        return False
+
+    def sum_plain(self, jobs: Sequence[tuple[Any, Sequence[Any]]]) -> bool:
+        """As copy_plain, for sums: results, each with its terms, in their order, of one shape and dtype."""
+        return False
 
     @abstractmethod
     def must_snapshot(self, array: Any) -> bool:

@@ -92,7 +92,6 @@ _TRANSLATED = (
     "order",
     "record_current",
     "blas_handle",
-    "empty",
     "empty_pinned",
     "copy",
     "reduce",
@@ -113,14 +112,20 @@ class CudaBackend(DeviceBackend):
         import cupy
         from cupy.cuda import runtime
 
-        from ncclcomm.devices import cuda_driver, cuda_memory, cuda_pool, cuda_streams
+        from ncclcomm.devices import cuda_driver, cuda_held, cuda_memory, cuda_peer, cuda_pool, cuda_streams
 
         self._cupy = cupy
+        self.array_class = cupy.ndarray
+        self._alloc = cupy.cuda.alloc
+        self._dtypes: set[np.dtype[Any]] = set()
         self._runtime = runtime
         self._streams = cuda_streams
         self._pool = cuda_pool
         self._driver = cuda_driver
         self._memory = cuda_memory
+        self._held = cuda_held
+        self.copy_plain = cuda_peer.copy_plain  # type: ignore[method-assign]
+        self.sum_plain = cuda_peer.sum_plain  # type: ignore[method-assign]
         self._count = count_devices()
         for name in _TRANSLATED:
             setattr(self, name, cuda_streams.translated(getattr(self, name)))
@@ -209,14 +214,34 @@ class CudaBackend(DeviceBackend):
 
     def empty(self, shape: tuple[int, ...], dtype: Any, device: int) -> Any:
         """An uninitialised CuPy array, from the memory of the device's current stream."""
-        with self._streams.on_device(device):
-            try:
-                return self._cupy.empty(shape, dtype)
-            except ValueError as error:
-                raise UnsupportedError(
-                    f"CuPy has no arrays of dtype {dtype} ({error}); move its bits as an integer of the same size, "
-                    "x.view('u8') for 8 bytes"
-                ) from error
+        runtime, before = self._runtime, device
+        try:
+            before = runtime.getDevice()
+            if before != device:
+                runtime.setDevice(device)
+            nbytes = dtype.itemsize
+            for n in shape:
+                nbytes *= n
+            if nbytes and dtype in self._dtypes:
+                return self.array_class(shape, dtype, self._alloc(nbytes))  # sooner than with no memory given
+            array = self.array_class(shape, dtype)
+        except ValueError as error:
+            raise UnsupportedError(
+                f"CuPy has no arrays of dtype {dtype} ({error}); move its bits as an integer of the same size, "
+                "x.view('u8') for 8 bytes"
+            ) from error
+        except self._cupy.cuda.memory.OutOfMemoryError:
+            if not self._held.settle():
+                raise
+            return self.array_class(shape, dtype)  # what earlier calls held is free now
+        except RuntimeError as error:
+            self._streams.raise_ours(error, "empty")
+        else:
+            self._dtypes.add(dtype)
+            return array
+        finally:
+            if before != device:
+                runtime.setDevice(before)
 
     def empty_pinned(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Pinned host memory, as bytes."""

@@ -1,8 +1,8 @@
 """Calls of the CUDA driver that leave the interpreter to other threads; imported only where there is a GPU.
 
-CuPy holds the interpreter while it queries an event, and before 14.1 while it records one. Either may wait inside the
-driver: a record where the stream's queue is full, a query where another thread holds the driver's lock, as in a
-cudaFree that waits for a kernel. If that never ends, no thread could say so. ctypes lets go of the interpreter.
+CuPy holds the interpreter while it queries an event, which may wait inside the driver: where another thread holds the
+driver's lock, as in a cudaFree that waits for a kernel. If that never ends, no thread could say so. ctypes lets go of
+the interpreter.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 from cupy.cuda import runtime
 
-__all__ = ["device_uuid", "is_complete", "is_idle", "record", "watch"]
+__all__ = ["device_uuid", "is_complete", "is_idle", "is_plainly_allocated", "watch"]
 
 _NOT_READY = 600
 _RELAXED_CAPTURE = 2
+_IS_LEGACY_CUDA_IPC_CAPABLE = 13
 
 
 class _Watching(threading.local):
@@ -34,11 +35,11 @@ _watching = _Watching()
 def _driver() -> Any:
     """The driver's library, which CUDA has loaded."""
     library = ctypes.CDLL("libcuda.so.1")
-    library.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.cuEventQuery.argtypes = [ctypes.c_void_p]
     library.cuStreamQuery.argtypes = [ctypes.c_void_p]
     library.cuDeviceGet.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int]
     library.cuDeviceGetUuid_v2.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    library.cuPointerGetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     library.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
     return library
 
@@ -47,21 +48,6 @@ def _check(code: int) -> None:
     """Raise the driver's error, whose numbers are the runtime's."""
     if code:
         raise runtime.CUDARuntimeError(code)
-
-
-def record(event: int, stream: int) -> None:
-    """Record an event on a stream; both of the current device.
-
-    Args:
-        event: the event's handle.
-        stream: the stream's handle.
-
-    Raises:
-        CUDARuntimeError: the driver refuses.
-    """
-    code = _driver().cuEventRecord(event, stream)
-    if code:  # not by _check: each call on a device comes here
-        _check(code)
 
 
 def watch(device: int) -> None:
@@ -122,6 +108,19 @@ def is_idle(stream: int) -> bool:
         return int(_driver().cuStreamQuery(stream)) == 0
     finally:
         _exchange_capture_mode(before)
+
+
+def is_plainly_allocated(address: int) -> bool:
+    """True for memory of cudaMalloc, which each device that may access this one's memory reaches.
+
+    Memory that was mapped otherwise is reached by the devices it was mapped for.
+
+    Args:
+        address: an address on a GPU.
+    """
+    found = ctypes.c_int(0)
+    code = _driver().cuPointerGetAttribute(ctypes.byref(found), _IS_LEGACY_CUDA_IPC_CAPABLE, address)
+    return code == 0 and found.value != 0
 
 
 def device_uuid(device: int) -> str:

@@ -1,9 +1,15 @@
-"""What the work of CUDA streams uses, kept until that work is done; imported only where there is a GPU."""
+"""What the work of CUDA streams uses, kept until that work is done; imported only where there is a GPU.
+
+One thread looks after all of it, every millisecond while there is something. A thread that waited inside CUDA for each
+call's end would take the interpreter from the caller at every call: some 5 us, half of what a small call takes.
+"""
 
 from __future__ import annotations
 
-import queue
 import threading
+import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
@@ -12,11 +18,20 @@ from cupy.cuda import runtime
 from ncclcomm.devices import cuda_driver
 from ncclcomm.devices.cuda_streams import CudaStream, is_capturing, on_device
 
-__all__ = ["hold"]
+__all__ = ["drop_ended", "hold", "hold_until", "settle", "unused_event"]
 
 _MOST_SPARE = 64
 
-_Held = queue.SimpleQueue[tuple[Any, tuple[Any, ...]]]
+_LOOK_S = 0.001
+"""Between two looks at what is held: so much longer than its work memory may stay in use."""
+
+_IDLE_S = 0.1
+"""How long the thread goes on looking when nothing is held: waking it takes time of the call that does."""
+
+_SETTLE_S = 5.0
+"""How long an allocation that found no memory waits for what is held."""
+
+_Held = deque[tuple[Any, Sequence[Any]]]
 
 _held: dict[tuple[int, int], _Held] = {}
 """A stream's (device, handle) events and what they keep. One queue for all would wait for the slowest stream."""
@@ -25,6 +40,56 @@ _spare: dict[int, list[Any]] = {}
 _for_good: list[Any] = []
 """What a graph uses, which may run at any time, and what work of a broken device used."""
 _lock = threading.Lock()
+
+
+class _Keeper:
+    """The thread that drops what is held, once there was something to hold."""
+
+    def __init__(self) -> None:
+        self.looks = False
+        """It will look before it sleeps: nobody needs to wake it."""
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def wake(self) -> None:
+        """Have it look; a forked child has no thread and no GPU."""
+        self.looks = True
+        if self._thread is None:
+            with _lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="ncclcomm-keeper", daemon=True)
+                    self._thread.start()
+        self._wake.set()
+
+    def _run(self) -> None:
+        """The thread's whole life."""
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            last = time.monotonic()
+            while self.looks:
+                time.sleep(_LOOK_S)
+                if drop_ended():
+                    last = time.monotonic()
+                elif time.monotonic() - last > _IDLE_S:
+                    self.looks = False
+                    if any(_held.values()):  # it came in before that
+                        self.looks = True
+
+
+_keeper = _Keeper()
+
+
+def unused_event(device: int) -> Any:
+    """A CuPy event of a device, for ordering and for hold_until, which nobody else has.
+
+    Args:
+        device: the current device.
+    """
+    try:
+        return _spare[device].pop()
+    except (KeyError, IndexError):
+        return cupy.cuda.Event(disable_timing=True)
 
 
 def hold(stream: CudaStream, *objects: Any) -> None:
@@ -37,39 +102,71 @@ def hold(stream: CudaStream, *objects: Any) -> None:
         _for_good.append(objects)
         return
     with on_device(stream.device):
-        try:
-            done = _spare[stream.device].pop()
-        except (KeyError, IndexError):
-            done = cupy.cuda.Event(block=True, disable_timing=True)
+        done = unused_event(stream.device)
         runtime.eventRecord(done.ptr, stream.handle)
-    held = _held.get((stream.device, stream.handle))
+    hold_until(done, stream.device, stream.handle, objects)
+
+
+def hold_until(done: Any, device: int, handle: int, objects: Sequence[Any]) -> None:
+    """Keep objects alive until an event, which goes to the spare ones then.
+
+    Args:
+        done: an event of `unused_event`, recorded on a stream that is not being captured.
+        device: the stream's device.
+        handle: the stream's handle.
+        objects: what to keep; it is not changed later.
+    """
+    held = _held.get((device, handle))
     if held is None:
-        held = _start(stream.device, stream.handle)
-    held.put((done, objects))
+        held = _held.setdefault((device, handle), deque())
+    held.append((done, objects))
+    if not _keeper.looks:
+        _keeper.wake()
 
 
-def _start(device: int, handle: int) -> _Held:
-    """A stream's queue, with a thread that empties it."""
+def drop_ended() -> bool:
+    """Drop what is held by work that has ended; True if something is still held."""
+    is_left = False
     with _lock:
-        held = _held.get((device, handle))
-        if held is None:
-            held = _held[device, handle] = queue.SimpleQueue()
-            threading.Thread(target=_reap, args=(device, held), name="ncclcomm-reaper", daemon=True).start()
-        return held
+        for (device, _), held in list(_held.items()):
+            spare = _spare.setdefault(device, [])
+            try:
+                ended = _count_ended(held, device)
+            except runtime.CUDARuntimeError:
+                # The program's next call on the device reports it. Whether the work has ended can't be known.
+                _for_good.append(held.popleft())
+                ended = 0
+            for _ in range(ended):
+                done, objects = held.popleft()
+                if len(spare) < _MOST_SPARE:
+                    spare.append(done)
+                del objects
+            is_left = is_left or bool(held)
+    return is_left
 
 
-def _reap(device: int, held: _Held) -> None:
-    """Drop what is held, each when its work is done."""
-    spare = _spare.setdefault(device, [])
-    while True:
-        done, objects = held.get()
-        try:
-            cuda_driver.watch(device)
-            done.synchronize()
-        except runtime.CUDARuntimeError:
-            # The program's next call on the device reports it. Whether the work has ended can't be known.
-            _for_good.append((done, objects))
+def _count_ended(held: _Held, device: int) -> int:
+    """How many of a stream's events have come, which come in order; few are asked, since asking takes as a call does.
+
+    Raises:
+        CUDARuntimeError: the device is broken.
+    """
+    ended, unknown = 0, len(held)
+    at = unknown  # the last one first: mostly all have
+    while ended < unknown:
+        if cuda_driver.is_complete(held[at - 1][0].ptr, device):
+            ended = at
         else:
-            if len(spare) < _MOST_SPARE:
-                spare.append(done)
-        del done, objects
+            unknown = at - 1
+        at = (ended + unknown + 1) // 2
+    return ended
+
+
+def settle() -> bool:
+    """Wait until nothing is held, some seconds at the most; False if nothing was."""
+    if not any(_held.values()):
+        return False
+    deadline = time.monotonic() + _SETTLE_S
+    while any(_held.values()) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return True

@@ -13,7 +13,7 @@ from ncclcomm.devices.cuda_held import hold
 from ncclcomm.devices.cuda_streams import CudaStream, on_device, order, using
 from ncclcomm.reductions import ufunc_for
 
-__all__ = ["copy", "is_pinned", "reduce"]
+__all__ = ["copy", "enable_peer", "is_pinned", "reduce"]
 
 _TO_DEVICE, _TO_HOST, _WITHIN = 1, 2, 3
 """cudaMemcpyKind."""
@@ -60,7 +60,7 @@ def _within(dst: Any, src: Any, stream: CudaStream) -> None:
 
 def _across(dst: Any, src: Any, stream: CudaStream) -> None:
     """Copy between devices, on a stream of dst's device; strided sides go through contiguous ones of their device."""
-    _enable_peer(dst.device.id, src.device.id)
+    enable_peer(dst.device.id, src.device.id)
     given = src
     if not src.flags.c_contiguous:
         here = cupy.cuda.get_current_stream(src.device.id)
@@ -86,10 +86,16 @@ def _empty_like(array: Any) -> Any:
 
 
 @functools.cache
-def _enable_peer(device: int, peer: int) -> None:
-    """Let copies between two devices go directly, where the machine can; each way once."""
-    for here, there in ((device, peer), (peer, device)):
-        if runtime.deviceCanAccessPeer(here, there):
+def enable_peer(device: int, peer: int) -> bool:
+    """Let copies between two devices go directly, where the machine can; each way once.
+
+    Returns:
+        True if kernels of the device can load from the peer.
+    """
+    is_enabled = True
+    for here, there in ((peer, device), (device, peer)):
+        is_enabled = bool(runtime.deviceCanAccessPeer(here, there))
+        if is_enabled:
             with on_device(here):
                 try:
                     runtime.deviceEnablePeerAccess(there)
@@ -97,6 +103,8 @@ def _enable_peer(device: int, peer: int) -> None:
                     # A device has only so many peers, eight over PCIe; copies between others go through the host.
                     if error.status not in (_PEER_ALREADY_ENABLED, _TOO_MANY_PEERS):
                         raise
+                    is_enabled = error.status == _PEER_ALREADY_ENABLED
+    return is_enabled
 
 
 def is_pinned(array: np.ndarray[Any, Any]) -> bool:

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import cupy
 from cuda.pathfinder import DynamicLibNotFoundError
@@ -24,8 +24,10 @@ __all__ = [
     "device_error",
     "errors",
     "is_capturing",
+    "marks",
     "on_device",
     "order",
+    "raise_ours",
     "record_current",
     "refuse_to_wait_for_itself",
     "take_error",
@@ -95,6 +97,14 @@ def translation(error: RuntimeError, call: str) -> NcclCommError | None:
     return None
 
 
+def raise_ours(error: RuntimeError, call: str) -> NoReturn:
+    """Raise our error for one of CUDA's, others as they are; see translation."""
+    ours = translation(error, call)
+    if ours is None:
+        raise error
+    raise ours from error
+
+
 def translated(func: Callable[P, R]) -> Callable[P, R]:
     """Turn the CUDA runtime's errors into DeviceError, with the code, its name and the call; see translation."""
 
@@ -103,10 +113,7 @@ def translated(func: Callable[P, R]) -> Callable[P, R]:
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            ours = translation(error, func.__qualname__)
-            if ours is None:
-                raise
-            raise ours from error
+            raise_ours(error, func.__qualname__)
 
     return call
 
@@ -310,7 +317,7 @@ def record_current(event: CudaEvent, device: int) -> bool:
         return False
     if event.device is None:
         event._make(device)
-    cuda_driver.record(event.cupy.ptr, stream)
+    runtime.eventRecord(event.cupy.ptr, stream)
     return True
 
 
@@ -318,18 +325,26 @@ class _Marks(threading.local):
     """A thread's events for ordering streams, one a device. A wait keeps the mark it was made for, so one is enough."""
 
     def __init__(self) -> None:
-        self.events: dict[int, Any] = {}
+        self._events: dict[int, Any] = {}
+        self._handles: dict[int, int] = {}
+
+    def of(self, device: int) -> int:
+        """The handle of a device's event; the device is the current one."""
+        handle = self._handles.get(device)
+        if handle is None:
+            event = self._events[device] = cupy.cuda.Event(disable_timing=True)
+            handle = self._handles[device] = event.ptr
+        return handle
 
 
-_marks = _Marks()
+marks = _Marks()
+"""The calling thread's."""
 
 
 def order(first: CudaStream, later: CudaStream) -> None:
     """Make later's future work wait for first's present work; streams of any devices."""
     with on_device(first.device):
-        event = _marks.events.get(first.device)
-        if event is None:
-            event = _marks.events[first.device] = cupy.cuda.Event(disable_timing=True)
-        runtime.eventRecord(event.ptr, first.handle)
+        mark = marks.of(first.device)
+        runtime.eventRecord(mark, first.handle)
     with on_device(later.device):
-        runtime.streamWaitEvent(later.handle, event.ptr)
+        runtime.streamWaitEvent(later.handle, mark)

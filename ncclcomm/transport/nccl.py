@@ -12,45 +12,20 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import cupy
 import numpy as np
 from cupy.cuda import nccl, runtime
 
-from ncclcomm.devices.cuda_held import hold
-from ncclcomm.devices.cuda_streams import CudaStream, is_capturing, on_device, translation
-from ncclcomm.errors import NcclError, UnsupportedError
+from ncclcomm.devices.cuda_held import hold, hold_until, unused_event
+from ncclcomm.devices.cuda_streams import CudaStream, is_capturing, on_device
+from ncclcomm.errors import UnsupportedError
 from ncclcomm.reductions import ufunc_for
 from ncclcomm.transport.base import Transport
+from ncclcomm.transport.nccl_errors import ours, translated
 
-__all__ = ["NcclTransport", "new_unique_id", "translated", "version"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_NAMES = {
-    1: "ncclUnhandledCudaError",
-    2: "ncclSystemError",
-    3: "ncclInternalError",
-    4: "ncclInvalidArgument",
-    5: "ncclInvalidUsage",
-    6: "ncclRemoteError",
-    7: "ncclInProgress",
-    8: "ncclTimeout",
-}
-
-_HINTS = {
-    1: "a CUDA call failed; look for an earlier error of this rank, and at nvidia-smi for memory in use",
-    2: "a call of the system failed: is /dev/shm full or too small, and is NCCL_SOCKET_IFNAME an interface that all "
-    "ranks have?",
-    3: "this is likely a fault of NCCL or memory that was overwritten",
-    4: "an argument is wrong",
-    5: "the calls of the ranks don't fit each other",
-    6: "another rank failed or died; its own message says why",
-    7: "an earlier call has not come to its end",
-    8: "another rank didn't take part in time",
-}
+__all__ = ["NcclTransport", "new_unique_id", "version"]
 
 # Here, since CuPy's module has none of the names that follow then.
 if not nccl.available:
@@ -60,54 +35,6 @@ _WORD = nccl.NCCL_UINT8
 
 _GATHER_CHUNK_BYTES = 1 << 25
 """Bytes of each rank that a reduction by gathering holds at a time."""
-
-
-def _last_error() -> str:
-    """NCCL's own last words, or ''."""
-    try:
-        library = ctypes.CDLL("libnccl.so.2")
-        library.ncclGetLastError.restype = ctypes.c_char_p
-        text = library.ncclGetLastError(None)
-    except (OSError, AttributeError):
-        return ""
-    return text.decode(errors="replace").strip() if text else ""
-
-
-def translated(func: Callable[P, R]) -> Callable[P, R]:
-    """Turn NCCL's errors into NcclError, with the code, its name, NCCL's last words and a hint; CUDA's as elsewhere."""
-
-    @functools.wraps(func)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return func(*args, **kwargs)
-        except nccl.NcclError as error:
-            raise _error_of(int(error.status), func.__name__) from error
-        except KeyError as error:
-            # CuPy's table of names ends before ncclInProgress and ncclTimeout, and its lookup raises instead.
-            if error.args and error.args[0] in _NAMES:
-                raise _error_of(int(error.args[0]), func.__name__) from error
-            raise
-        except RuntimeError as error:
-            ours = translation(error, func.__qualname__)
-            if ours is None:
-                raise
-            raise ours from error
-
-    return call
-
-
-def _error_of(code: int, call: str) -> NcclError:
-    """The error of a code."""
-    name = _NAMES.get(code, f"ncclResult {code}")
-    words = _last_error()
-    said = f" NCCL says: {words}." if words else ""
-    hint = _HINTS.get(code, "see NCCL's documentation")
-    return NcclError(
-        f"NCCL {call} failed: {name} (code {code}).{said} Hint: {hint}. NCCL_DEBUG=INFO shows more",
-        code=code,
-        name=name,
-        call=call,
-    )
 
 
 def version() -> int:
@@ -137,6 +64,7 @@ _TYPES = {
 _OPS = {"sum": nccl.NCCL_SUM, "prod": nccl.NCCL_PROD, "min": nccl.NCCL_MIN, "max": nccl.NCCL_MAX}
 
 
+@functools.lru_cache(maxsize=512)
 def _native(op: str, dtype: np.dtype[Any]) -> tuple[int, int, int] | None:
     """NCCL's datatype, operation and words per element for a reduction that it does as NumPy does; None for others."""
     if dtype.kind == "b":
@@ -186,6 +114,47 @@ class NcclTransport(Transport):
     def _hold(self, *arrays: Any) -> None:
         """Keep arrays until the call's end: their memory may be of another stream than the current one."""
         hold(CudaStream(self.device, cupy.cuda.get_current_stream(self.device)), *arrays)
+
+    native = staticmethod(_native)
+
+    def is_ready(self) -> bool:
+        """True if the device is the current one, and its current stream is not captured, for the plain calls below."""
+        return bool(runtime.getDevice() == self.device and not is_capturing(self._stream()))
+
+    def reduce_plain(self, array: Any, out: Any | None, plan: tuple[int, int, int], root: int | None) -> None:
+        """Reduce contiguous arrays of the device that have elements, to every rank if root is None.
+
+        Args:
+            array: this rank's.
+            out: where its result goes, array itself for one; None where it gets none.
+            plan: what `native` gave, which is not None.
+            root: the rank that gets the result.
+        """
+        dtype, op, words = plan
+        source, stream, count = array.data.ptr, self._stream(), array.size * words
+        if root is None:
+            assert out is not None
+            self._comm.allReduce(source, out.data.ptr, count, dtype, op, stream)
+        else:
+            self._comm.reduce(source, 0 if out is None else out.data.ptr, count, dtype, op, root, stream)
+        self._hold_plain(stream, (array, out))
+
+    def broadcast_plain(self, buffer: Any, root: int) -> None:
+        """As broadcast, of a contiguous array of the device that has elements."""
+        pointer, stream = buffer.data.ptr, self._stream()
+        self._comm.broadcast(pointer, pointer, buffer.nbytes, _WORD, root, stream)
+        self._hold_plain(stream, (buffer,))
+
+    def _hold_plain(self, stream: int, arrays: Sequence[Any]) -> None:
+        """As _hold; the device is the current one, and the stream not captured."""
+        done = unused_event(self.device)
+        runtime.eventRecord(done.ptr, stream)
+        hold_until(done, self.device, stream, arrays)
+
+    @staticmethod
+    def error_of(error: BaseException, call: str) -> BaseException:
+        """Our error for what a plain call raised."""
+        return ours(error, call, call)
 
     @translated
     def broadcast(self, buffers: Sequence[Any], root: int) -> None:
@@ -351,7 +320,7 @@ class _Widened:
 
     def __init__(self, array: Any, out: Any | None) -> None:
         self._out = out
-        self._wide = array.dtype.name in ("int16", "uint16")
+        self._wide = array.dtype.kind in "iu" and array.dtype.itemsize == 2
         self._source = array.astype(np.dtype(array.dtype.kind + "4")) if self._wide else array
         self._result = self._source if self._wide and out is not None else out
 

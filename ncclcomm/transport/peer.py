@@ -49,6 +49,14 @@ def _slices(array: View, places: Iterable[Any]) -> list[View]:
     return [View(None, flat[place], array.device) for place in places]
 
 
+def _starts(whole: Any, places: Sequence[Any]) -> list[int] | None:
+    """The bytes at which parts of a C-contiguous array begin that was cut along its first dimension; else None."""
+    if not whole.size or not places or type(places[0]) is not slice:
+        return None
+    row_bytes = whole.nbytes // whole.shape[0]
+    return [place.start * row_bytes for place in places]
+
+
 class PeerTransport(Transport):
     """A group whose members are devices of this process, all driven by it."""
 
@@ -77,6 +85,8 @@ class PeerTransport(Transport):
         """
         if self.backend.immediate:
             copy_each([(dst.data, src.data) for dst, src in pairs])
+            return
+        if not streams and self.backend.copy_plain([(dst.data, 0, src.data, 0, dst.data.nbytes) for dst, src in pairs]):
             return
         uses, todo, waits = _Uses(), [], []
         snapshots: dict[int, Any] = {}
@@ -112,6 +122,11 @@ class PeerTransport(Transport):
             for out, place in zip(outs, places, strict=True):
                 out.data[...] = data[place]
             return
+        starts = _starts(data, places)
+        if not streams and starts is not None:
+            parts = zip(outs, starts, strict=True)
+            if self.backend.copy_plain([(out.data, 0, data, start, out.data.nbytes) for out, start in parts]):
+                return
         pairs = zip(outs, places, strict=True)
         self.copy_all([(out, View(None, data[place], device)) for out, place in pairs], streams)
 
@@ -122,6 +137,11 @@ class PeerTransport(Transport):
             for place, array in zip(places, arrays, strict=True):
                 data[place] = array.data
             return
+        starts = _starts(data, places)
+        if starts is not None:
+            parts = zip(arrays, starts, strict=True)
+            if self.backend.copy_plain([(data, start, array.data, 0, array.data.nbytes) for array, start in parts]):
+                return
         pairs = zip(places, arrays, strict=True)
         self.copy_all([(View(None, data[place], device), array) for place, array in pairs])
 
@@ -163,6 +183,8 @@ class PeerTransport(Transport):
 
     def _reduce_later(self, jobs: Sequence[tuple[View, Sequence[View]]], op: str) -> None:
         """Reduce where streams run their work later."""
+        if op == "sum" and self.backend.sum_plain([(out.data, [term.data for term in terms]) for out, terms in jobs]):
+            return
         uses, todo, home = _Uses(), [], []
         for out, arrays in jobs:
             devices = [view.device for view in (out, *arrays) if view.device != HOST_MEMORY]

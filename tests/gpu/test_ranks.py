@@ -28,9 +28,16 @@ def _run(any_flavour: Flavour, n: int, **env: str) -> None:
 
 
 @pytest.mark.timeout(JOB_DEADLINE_S + 60)
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
-def test_a_gpu_a_rank(any_flavour: Flavour, n: int) -> None:
-    _run(any_flavour, n)
+@pytest.mark.parametrize(
+    ("n", "env"),
+    [
+        (1, {}),
+        pytest.param(2, {}, marks=pytest.mark.gpu(2, ranks=True)),
+        pytest.param(4, {"NCCLCOMM_NODE_SIZE": "2"}, marks=pytest.mark.gpu(2, ranks=True)),
+    ],
+)
+def test_a_gpu_a_rank(any_flavour: Flavour, n: int, env: dict[str, str]) -> None:
+    _run(any_flavour, n, **env)
 
 
 @pytest.mark.timeout(JOB_DEADLINE_S + 60)
@@ -56,8 +63,8 @@ def _loss(any_flavour: Flavour, n: int, folder: Path, **env: str) -> dict[str, o
     ("n", "env"),
     [
         (1, {}),
-        pytest.param(2, {}, marks=pytest.mark.gpu(2)),
-        pytest.param(4, {"NCCLCOMM_NODE_SIZE": "2"}, marks=pytest.mark.gpu(2)),
+        pytest.param(2, {}, marks=pytest.mark.gpu(2, ranks=True)),
+        pytest.param(4, {"NCCLCOMM_NODE_SIZE": "2"}, marks=pytest.mark.gpu(2, ranks=True)),
     ],
 )
 def test_digits_lose_the_same_as_on_the_host(any_flavour: Flavour, tmp_path: Path, n: int, env: dict[str, str]) -> None:

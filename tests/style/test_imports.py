@@ -31,8 +31,8 @@ HANDS_IN_CONFIG = {"devices/registry.py", *(f"communicator/{name}.py" for name i
 """Where the environment's configuration is read and handed to the parts."""
 
 DOORS = {
-    "cupy": {"devices/cuda", "transport/peer.py", "transport/nccl.py", "bench/"},
-    "cuda": {"devices/cuda", "transport/peer.py", "transport/nccl.py"},
+    "cupy": {"devices/cuda", "transport/peer.py", "transport/nccl", "bench/"},
+    "cuda": {"devices/cuda", "transport/peer.py", "transport/nccl"},
     "mpi4py": {"transport/mpi", "transport/shm.py", "communicator/world.py", "doctor/world.py"},
     "threading": {
         "devices/",
@@ -54,7 +54,7 @@ DOORS = {
 }
 PURE = {"topology.py": set(), "communicator/hierarchy.py": {"numpy"}}
 """Files that do no I/O, and the third-party packages that they may import."""
-BACKENDS = ("devices/cuda", "transport/nccl.py", "transport/mpi", "transport/shm.py", "bench/")
+BACKENDS = ("devices/cuda", "transport/nccl", "transport/mpi", "transport/shm.py", "bench/")
 """Files that are imported only where their library is in use, and so may import it at their top."""
 HARMLESS = {"__future__", "collections", "dataclasses", "enum", "functools", "itertools", "math", "ncclcomm", "typing"}
 ENVIRONMENT_READERS = ("config.py", "launcher/")

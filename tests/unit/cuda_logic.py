@@ -9,6 +9,7 @@ import gc
 import json
 import sys
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -184,7 +185,7 @@ def errors_of_the_runtime_are_ours() -> None:
 
     from ncclcomm.devices.cuda_streams import on_device
     from ncclcomm.errors import DeviceError
-    from ncclcomm.transport.nccl import translated
+    from ncclcomm.transport.nccl_errors import translated
 
     def refused() -> None:
         raise runtime.CUDARuntimeError(2)
@@ -200,13 +201,8 @@ class _Event:
 
     def __init__(self, **_: Any) -> None:
         self.ptr = self
-        self.ended = threading.Event()
+        self.has_ended = False
         self.error: Exception | None = None
-
-    def synchronize(self) -> None:
-        assert self.ended.wait(WITHIN_S)
-        if self.error is not None:
-            raise self.error
 
 
 class _Thing:
@@ -221,20 +217,23 @@ def _gone(thing: _Thing) -> threading.Event:
 
 
 @contextmanager
-def _holding() -> Iterator[tuple[Any, list[_Event], list[tuple[str, int]], set[int]]]:
-    """The module that holds, the events it records, (thread, device) of threads that wait, streams being captured."""
+def _holding() -> Iterator[tuple[Any, list[_Event], set[str], set[int]]]:
+    """The module that holds, the events it records, threads that ask them, streams being captured."""
     from ncclcomm.devices import cuda_held, cuda_streams
 
     events: list[_Event] = []
-    watched: list[tuple[str, int]] = []
+    asking: set[str] = set()
     captured: set[int] = set()
 
-    def watch(device: int) -> None:
-        watched.append((threading.current_thread().name, device))
+    def is_complete(event: _Event, device: int) -> bool:
+        asking.add(threading.current_thread().name)
+        if event.error is not None:
+            raise event.error
+        return event.has_ended
 
     fakes = {
         "cupy": SimpleNamespace(cuda=SimpleNamespace(Event=_Event)),
-        "cuda_driver": SimpleNamespace(watch=watch),
+        "cuda_driver": SimpleNamespace(is_complete=is_complete),
         "_held": {},
         "_spare": {},
         "_for_good": [],
@@ -247,7 +246,7 @@ def _holding() -> Iterator[tuple[Any, list[_Event], list[tuple[str, int]], set[i
         stack.enter_context(_runtime(cuda_held, cuda_streams, **calls))
         for name, fake in fakes.items():
             stack.enter_context(patch.object(cuda_held, name, fake))
-        yield cuda_held, events, watched, captured
+        yield cuda_held, events, asking, captured
 
 
 def _stream(device: int, handle: int) -> Any:
@@ -259,22 +258,52 @@ def _stream(device: int, handle: int) -> Any:
 
 @check
 def a_slow_stream_keeps_only_what_it_uses() -> None:
-    with _holding() as (held, events, watched, _):
+    with _holding() as (held, events, asking, _):
         slow, quick = _Thing(), _Thing()
         slow_gone, quick_gone = _gone(slow), _gone(quick)
         held.hold(_stream(1, 10), slow)
         held.hold(_stream(1, 11), quick)
         del slow, quick
-        events[1].ended.set()
+        events[1].has_ended = True
         assert quick_gone.wait(WITHIN_S)
         assert not slow_gone.is_set()
-        events[0].ended.set()
+        events[0].has_ended = True
         assert slow_gone.wait(WITHIN_S)
-        assert set(watched) == {("ncclcomm-reaper", 1)}
+        assert asking == {"ncclcomm-keeper"}
 
 
 @check
-def an_error_ends_no_reaper() -> None:
+def the_keeper_wakes_again_after_it_slept() -> None:
+    with _holding() as (held, events, _, _):
+        for _ in range(2):
+            thing = _Thing()
+            gone = _gone(thing)
+            held.hold(_stream(0, 10), thing)
+            del thing
+            events[-1].has_ended = True
+            assert gone.wait(WITHIN_S)
+            deadline = time.monotonic() + WITHIN_S
+            while held._keeper.looks:
+                assert time.monotonic() < deadline, "it never sleeps"
+                time.sleep(0.01)
+        assert len(set(events)) == 1, "the event was not used again"
+
+
+@check
+def an_allocation_waits_for_what_is_held() -> None:
+    with _holding() as (held, events, _, _):
+        assert not held.settle()
+        thing = _Thing()
+        gone = _gone(thing)
+        held.hold(_stream(0, 10), thing)
+        del thing
+        threading.Timer(0.05, lambda: setattr(events[0], "has_ended", True)).start()
+        assert held.settle()
+        assert gone.wait(WITHIN_S)
+
+
+@check
+def an_error_ends_no_keeper() -> None:
     from cupy.cuda import runtime
 
     with _holding() as (held, events, _, _):
@@ -282,12 +311,41 @@ def an_error_ends_no_reaper() -> None:
         unknown_gone, later_gone = _gone(unknown), _gone(later)
         held.hold(_stream(0, 10), unknown)
         events[0].error = runtime.CUDARuntimeError(700)
+        deadline = time.monotonic() + WITHIN_S
+        while not held._for_good:
+            assert time.monotonic() < deadline, "the error was not seen"
+            time.sleep(0.001)
         held.hold(_stream(0, 10), later)
         del unknown, later
-        for event in events:
-            event.ended.set()
+        events[1].has_ended = True
         assert later_gone.wait(WITHIN_S)
         assert not unknown_gone.is_set()
+
+
+@check
+def what_has_ended_is_found_with_few_questions() -> None:
+    with _holding() as (held, events, _, _), patch.object(held._keeper, "looks", True):  # it sleeps
+        asked: list[int] = []
+        is_complete = held.cuda_driver.is_complete
+        held.cuda_driver.is_complete = lambda event, device: asked.append(1) or is_complete(event, device)
+        for ended in (0, 1, 37, 99, 100):
+            things = [_Thing() for _ in range(100)]
+            gone = [_gone(thing) for thing in things]
+            del events[:]
+            for thing in things:
+                held.hold(_stream(0, 10), thing)
+            things.clear()
+            del thing
+            for event in events[:ended]:
+                event.has_ended = True
+            del asked[:]
+            assert held.drop_ended() is (ended < 100)
+            assert [one.is_set() for one in gone] == [True] * ended + [False] * (100 - ended)
+            assert len(asked) <= 8, len(asked)
+            for event in events:
+                event.has_ended = True
+            held.drop_ended()
+            held._spare.clear()
 
 
 @check
@@ -335,8 +393,7 @@ def the_worker_of_a_stream_waits_on_its_device() -> None:
     ran = threading.Event()
     watched: list[int] = []
     word = SimpleNamespace(set=ran.set)
-    reached = _Event()
-    reached.ended.set()
+    reached = SimpleNamespace(synchronize=lambda: None)
     with patch.object(cuda_launch, "cuda_driver", SimpleNamespace(watch=watched.append)):
         worker = cuda_launch._Worker((2, 10))
         worker.jobs.put(cuda_launch._Job(reached, word, lambda: None, ()))
@@ -358,15 +415,15 @@ def too_many_peers_are_no_error() -> None:
 
     with patch.object(cuda_memory, "on_device", nullcontext):
         for status in (704, 711):
-            cuda_memory._enable_peer.cache_clear()
+            cuda_memory.enable_peer.cache_clear()
             with _runtime(cuda_memory, deviceCanAccessPeer=lambda *_: 1, deviceEnablePeerAccess=refuse(status)):
-                cuda_memory._enable_peer(0, 1)
-        cuda_memory._enable_peer.cache_clear()
+                assert cuda_memory.enable_peer(0, 1) is (status == 704)
+        cuda_memory.enable_peer.cache_clear()
         with (
             _runtime(cuda_memory, deviceCanAccessPeer=lambda *_: 1, deviceEnablePeerAccess=refuse(101)),
             raises(runtime.CUDARuntimeError, "cudaErrorInvalidDevice"),
         ):
-            cuda_memory._enable_peer(0, 1)
+            cuda_memory.enable_peer(0, 1)
 
 
 class _Array:
@@ -387,7 +444,7 @@ def a_strided_source_is_held_beside_its_copy() -> None:
     source, staged = _Array(1, contiguous=False), _Array(1)
     current = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=9)))
     fakes = {
-        "_enable_peer": lambda *_: None,
+        "enable_peer": lambda *_: None,
         "_empty_like": lambda array: staged,
         "_within": lambda *_: None,
         "order": lambda *_: None,

@@ -13,7 +13,8 @@ from cupy.cuda import nccl
 from ncclcomm.bench.case import Case
 from ncclcomm.bench.peers.base import Absent, Peer
 from ncclcomm.errors import NcclCommError
-from ncclcomm.transport.nccl import new_unique_id, translated, version
+from ncclcomm.transport.nccl import new_unique_id, version
+from ncclcomm.transport.nccl_errors import translated
 
 if TYPE_CHECKING:
     from ncclcomm.bench.group import Group
