@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import io
 import os
+import signal
 import stat
 import sys
 import termios
@@ -20,7 +21,7 @@ from typing import Any, TextIO
 
 from ncclcomm.communicator.board import BOARD
 
-__all__ = ["guard_exit", "wait_until_read"]
+__all__ = ["end_job", "guard_exit", "wait_until_read"]
 
 _READ_WITHIN_S = 1.0
 
@@ -29,6 +30,8 @@ _OTHERS_ARE_TOLD_S = 3.0
 
 _guarded: set[int] = set()
 _hooked: set[int] = set()
+_supervised: set[int] = set()
+"""Processes that `ncclcomm run` watches."""
 
 
 def guard_exit(mpi: Any, *, hooks: bool, supervised: bool, say_goodbye: Callable[[], None]) -> None:
@@ -41,6 +44,8 @@ def guard_exit(mpi: Any, *, hooks: bool, supervised: bool, say_goodbye: Callable
             process fails.
         say_goodbye: tells the other ranks that this process makes no further call; called at its end.
     """
+    if supervised:
+        _supervised.add(os.getpid())
     if hooks and os.getpid() not in _hooked:
         _hooked.add(os.getpid())
         _end_the_job_on_exceptions(mpi, supervised)
@@ -62,6 +67,22 @@ def wait_until_read(stream: TextIO) -> None:
         while unread[0] and time.monotonic() < deadline:
             fcntl.ioctl(descriptor, termios.FIONREAD, unread)
             time.sleep(0.005)
+
+
+def end_job(status: int) -> None:
+    """End all ranks because this one waits in vain, which it has reported; it may return.
+
+    Args:
+        status: the job's exit status, where no `ncclcomm run` ends it.
+    """
+    if os.getpid() in _supervised:
+        # MPI_Abort would kill the process that watches this one before it can tell who ended the job; see
+        # launcher/watch.py. And the end of this one might break connections, upon which others fail.
+        os.kill(os.getppid(), signal.SIGRTMIN)
+        threading.Event().wait()
+    from ncclcomm.transport import mpi
+
+    mpi.end_job(status)
 
 
 def _abort(mpi: Any, supervised: bool = False) -> None:
@@ -144,7 +165,7 @@ def _leave(mpi: Any, rank: int, say_goodbye: Callable[[], None]) -> None:
     if BOARD.unfinished:
         # MPI_Finalize would wait for what will never come; and ranks whose limit ends later are to be told as well.
         time.sleep(_OTHERS_ARE_TOLD_S)
-        _abort(mpi)
+        _abort(mpi, os.getpid() in _supervised)
     _finalize(mpi)
 
 

@@ -19,7 +19,7 @@ from ncclcomm.communicator.agree import Facts, agree
 from ncclcomm.communicator.board import Running
 from ncclcomm.communicator.checks import Control, SoloControl, raise_mismatch, seconds_above_0, together
 from ncclcomm.communicator.engine import Engine
-from ncclcomm.communicator.exits import guard_exit
+from ncclcomm.communicator.exits import end_job, guard_exit
 from ncclcomm.communicator.gpu import GpuGroup, agree_on_gpus
 from ncclcomm.communicator.log import say_what_was_chosen
 from ncclcomm.communicator.watchdog import say_goodbye, watchdog
@@ -134,17 +134,15 @@ class Member:
             guard_exit(mpi.MPI, hooks=bool(self.addresses), supervised=supervised, say_goodbye=say_goodbye)
             if self.addresses:
                 group = Group(self.name, self.topology, self.rank, self.addresses)
-                watchdog(mpi.end_job).add(group, is_launched=mpi.MPI.COMM_WORLD.Get_size() > 1)
+                watchdog(end_job).add(group, is_launched=mpi.MPI.COMM_WORLD.Get_size() > 1)
         return say_what_was_chosen(self)
 
     def report(self, entry: Running, why: str) -> str:
         """Where all ranks are, as their watchdogs say."""
-        from ncclcomm.transport import mpi
-
         if not self.addresses:
             head = report_head(entry, self.topology.describe(self.rank), why)
             return f"{head}\n  where the others are is not known: NCCLCOMM_WATCHDOG=false"
-        dog = watchdog(mpi.end_job)
+        dog = watchdog(end_job)
         group = dog.groups[self.name]
         return report(entry, group, dog.ask(group), why)
 
@@ -204,7 +202,7 @@ class Member:
 
                 stack.callback(mpi.free, self.mpi_comm)
                 if self.addresses:
-                    dog = watchdog(mpi.end_job)
+                    dog = watchdog(end_job)
                     dog.close(self.name)
                     # After the engines, which may wait for work of a device.
                     stack.callback(dog.remove, self.name)
@@ -303,7 +301,7 @@ def _join_mpi(own: Any, device: Any, check: bool | int | None, timeout_s: float 
             # A program may turn warnings into errors: then all ranks must get it.
             together(control, rank, "init", lambda: gpu.warn(rank))
         # What listens, and runs threads, can fail on one rank alone.
-        dog = together(control, rank, "init", lambda: watchdog(mpi.end_job)) if settings.watchdog else None
+        dog = together(control, rank, "init", lambda: watchdog(end_job)) if settings.watchdog else None
     except Exception:
         mpi.free(own)
         raise

@@ -18,7 +18,7 @@ from cupy.cuda import runtime
 from ncclcomm.devices import cuda_driver
 from ncclcomm.devices.cuda_streams import CudaStream, is_capturing, on_device
 
-__all__ = ["drop_ended", "hold", "hold_until", "settle", "unused_event"]
+__all__ = ["drop_ended", "hold", "hold_until", "keep_for_good", "settle", "unused_event"]
 
 _MOST_SPARE = 64
 
@@ -122,6 +122,11 @@ def hold_until(done: Any, device: int, handle: int, objects: Sequence[Any]) -> N
     held.append((done, objects))
     if not _keeper.looks:
         _keeper.wake()
+
+
+def keep_for_good(done: Any, device: int, handle: int, objects: Sequence[Any]) -> None:
+    """As hold_until, for work that is captured into a graph, which may run at any time."""
+    _for_good.append((done, objects))
 
 
 def drop_ended() -> bool:

@@ -1,8 +1,7 @@
 """Copies and sums among the GPUs of one process, in the fewest calls; imported only where there is a GPU.
 
-Only the plain case is here: C-contiguous CuPy arrays, on current streams that no graph captures. The rest goes the long
-way, by cuda_memory. Either way all work waits for what is queued on the current stream of each device involved, and
-these then wait for it.
+Only the plain case is here: C-contiguous CuPy arrays, on current streams. The rest goes the long way, by cuda_memory.
+Either way all work waits for what is queued on the current stream of each device involved, and these then wait for it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import cupy
 from cupy.cuda import get_current_stream, runtime
 
 from ncclcomm.devices import cuda_driver
-from ncclcomm.devices.cuda_held import hold_until, unused_event
+from ncclcomm.devices.cuda_held import hold_until, keep_for_good, unused_event
 from ncclcomm.devices.cuda_memory import enable_peer
 from ncclcomm.devices.cuda_streams import is_capturing, marks, raise_ours
 from ncclcomm.devices.cuda_sum import MOST_TERMS, sum_kernel, sum_type
@@ -40,7 +39,7 @@ def copy_plain(copies: Sequence[Copy]) -> bool:
     """Copy bytes, each copy on the current stream of the device that it writes to; not ordered with each other.
 
     Returns:
-        False, with nothing done, where an array isn't plain or a stream is captured.
+        False, with nothing done, where an array isn't plain.
 
     Raises:
         DeviceError: CUDA refuses.
@@ -56,7 +55,8 @@ def copy_plain(copies: Sequence[Copy]) -> bool:
         if here != there and there not in others:
             others[there] = None
             enable_peer(here, there)
-    return _run(uses, _copy, copies, "copy")
+    _run(uses, _copy, copies, "copy")
+    return True
 
 
 def _copy(copies: Sequence[Copy], streams: dict[int, int]) -> None:
@@ -83,7 +83,7 @@ def sum_plain(jobs: Sequence[tuple[Any, Sequence[Any]]]) -> bool:
         jobs: results, each with its terms, of one shape and dtype; a result may be one of its own terms.
 
     Returns:
-        False, with nothing done, where an array isn't plain, a device can't load from another, or a stream is captured.
+        False, with nothing done, where an array isn't plain or a device can't load from another.
 
     Raises:
         DeviceError: CUDA refuses.
@@ -110,7 +110,8 @@ def sum_plain(jobs: Sequence[tuple[Any, Sequence[Any]]]) -> bool:
             sums.append((sum_kernel(dtype, len(terms), here), out, terms))
         except RuntimeError as error:
             raise_ours(error, "sum")
-    return _run(uses, _sum, sums, "sum")
+    _run(uses, _sum, sums, "sum")
+    return True
 
 
 def _sum(sums: Sequence[_Sum], streams: dict[int, int]) -> None:
@@ -120,27 +121,53 @@ def _sum(sums: Sequence[_Sum], streams: dict[int, int]) -> None:
         launch(out.data.ptr, [term.data.ptr for term in terms], out.size)
 
 
-def _run(uses: _Uses, enqueue: Callable[[Any, dict[int, int]], None], jobs: Sequence[Any], what: str) -> bool:
-    """Enqueue work between the waits that order it; False where a stream is captured, with nothing done."""
+def _run(uses: _Uses, enqueue: Callable[[Any, dict[int, int]], None], jobs: Sequence[Any], what: str) -> None:
+    """Enqueue work between the waits that order it."""
     streams: dict[int, int] = {}
+    captured = -1
     for here, others in uses.items():
         for device in (here, *others):
             if device not in streams:
                 stream = streams[device] = get_current_stream(device).ptr
                 if is_capturing(stream):
-                    return False
+                    captured = device
     home = runtime.getDevice()
     try:
+        if captured >= 0:
+            _join_capture(captured, streams)
         _wait_before(uses, streams)
         try:
             enqueue(jobs, streams)
         finally:
-            _wait_after(uses, streams, jobs)
+            _wait_after(uses, streams, jobs, keep_for_good if captured >= 0 else hold_until)
+            if captured >= 0:
+                _leave_capture(captured, streams)
     except RuntimeError as error:
         raise_ours(error, what)
     finally:
         runtime.setDevice(home)
-    return True
+
+
+def _join_capture(captured: int, streams: dict[int, int]) -> None:
+    """Have all streams of a call be captured into one graph; what was queued on the others is no part of it."""
+    runtime.setDevice(captured)
+    mark = marks.of(captured)
+    runtime.eventRecord(mark, streams[captured])
+    for device, stream in streams.items():
+        if not is_capturing(stream):
+            runtime.setDevice(device)
+            runtime.streamWaitEvent(stream, mark)
+
+
+def _leave_capture(captured: int, streams: dict[int, int]) -> None:
+    """Have the stream whose work is captured wait for the others, without which the capture couldn't end."""
+    for device, stream in streams.items():
+        if device != captured:
+            runtime.setDevice(device)
+            mark = marks.of(device)
+            runtime.eventRecord(mark, stream)
+            runtime.setDevice(captured)
+            runtime.streamWaitEvent(streams[captured], mark)
 
 
 def _wait_before(uses: _Uses, streams: dict[int, int]) -> None:
@@ -160,8 +187,8 @@ def _wait_before(uses: _Uses, streams: dict[int, int]) -> None:
                 runtime.streamWaitEvent(stream, queued[device])
 
 
-def _wait_after(uses: _Uses, streams: dict[int, int], used: Sequence[Any]) -> None:
-    """Make the others wait for each device's work, and keep what it uses of theirs until it is done."""
+def _wait_after(uses: _Uses, streams: dict[int, int], used: Sequence[Any], keep: Callable[..., None]) -> None:
+    """Make the others wait for each device's work, and keep what it uses of theirs."""
     for here, others in uses.items():
         if others:  # on its own device a call is as any of CuPy
             runtime.setDevice(here)
@@ -171,4 +198,4 @@ def _wait_after(uses: _Uses, streams: dict[int, int], used: Sequence[Any]) -> No
             for device in others:
                 runtime.setDevice(device)
                 runtime.streamWaitEvent(streams[device], done.ptr)
-            hold_until(done, here, stream, used)
+            keep(done, here, stream, used)

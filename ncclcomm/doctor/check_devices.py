@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ncclcomm.doctor.facts import RankFacts
 from ncclcomm.doctor.findings import Findings, by_value, on_ranks
@@ -18,7 +19,16 @@ _MOST_NAMED = 8
 
 def check_devices(found: Findings) -> list[Line]:
     """All lines on devices."""
-    return [_backend(found), _driver(found), _cupy(found), _nccl(found), _devices(found), _shared(found), _ways(found)]
+    return [
+        _backend(found),
+        _driver(found),
+        _cupy(found),
+        _nccl(found),
+        _kernels(found),
+        _devices(found),
+        _shared(found),
+        _ways(found),
+    ]
 
 
 def _backend(found: Findings) -> Line:
@@ -106,6 +116,34 @@ def _dotted(version: int) -> str:
     """NCCL's number, 22807 or the 2708 of before 2.9, as 2.28.7."""
     base = 10000 if version >= 10000 else 1000
     return f"{version // base}.{version % base // 100}.{version % 100}"
+
+
+def _kernels(found: Findings) -> Line:
+    """Has CuPy what it compiles its kernels with, NVRTC and CUDA's headers?"""
+    name = "gpu.kernels"
+    if reason := _no_gpus(found):
+        return not_checked(name, reason)
+    if found.trials is None:
+        return not_checked(name, found.no_trials)
+    tried = {fact.rank: told["kernel"] for fact, told in zip(found.ranks, found.trials, strict=True) if told["kernel"]}
+    if not tried:
+        return not_checked(name, "ncclcomm.init failed")
+    ranks = [fact for fact in found.ranks if fact.rank in tried]
+    for error, members in by_value(ranks, lambda fact: tried[fact.rank]["error"]):
+        if error:
+            text = f"{on_ranks(members)} can't compile and run a kernel of CuPy's: {error}"
+            return failed(name, text, _kernel_mend(members[0], tried[members[0].rank]))
+    versions = dict.fromkeys(kernel["nvrtc"] for kernel in tried.values())
+    return passed(name, f"CuPy compiles and runs a kernel, by NVRTC {' and '.join(versions)}")
+
+
+def _kernel_mend(fact: RankFacts, kernel: dict[str, Any]) -> str:
+    """What to type where no kernel can be compiled."""
+    if kernel["is_file_error"]:
+        return "CUPY_CACHE_DIR=... names a folder that can be written, CUPY_CACHE_IN_MEMORY=1 needs none"
+    if fact.cuda.get("runtime", "").startswith("12."):
+        return "pip install -U nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+    return "pip install -U 'nvidia-cuda-nvrtc==13.*' 'nvidia-cuda-runtime==13.*'"
 
 
 def _devices(found: Findings) -> Line:

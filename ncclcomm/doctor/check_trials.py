@@ -20,7 +20,7 @@ def check_trials(found: Findings) -> list[Line]:
     """All lines on transfers."""
     return [
         _init(found),
-        _level(found, "trial.devices", "devices", "devices of one process", "no process sees two devices"),
+        _level(found, "trial.devices", "devices", "devices of one process", _no_devices(found)),
         _level(found, "trial.node", "node_ranks", "ranks of a node", "no node has two ranks"),
         _level(found, "trial.nodes", "leaders", "nodes", "there is one node"),
     ]
@@ -38,6 +38,13 @@ def _init(found: Findings) -> Line:
             return failed(name, f"rank {rank}: ncclcomm.init: {told['init_error']}", "the message says what to type")
     nodes = found.topology.num_nodes
     return passed(name, f"ncclcomm.init joins {_count(len(found.trials), 'rank')} on {_count(nodes, 'node')}")
+
+
+def _no_devices(found: Findings) -> str:
+    """Why no sum over devices of a process was tried, where none was."""
+    if any(told["kernel"] and told["kernel"]["error"] for told in found.trials or []):
+        return "kernels can't be compiled (see gpu.kernels)"
+    return "no process sees two devices"
 
 
 def _count(number: int, noun: str) -> str:

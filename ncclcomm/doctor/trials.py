@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from ncclcomm.devices.base import DeviceBackend
 from ncclcomm.devices.registry import current_backend
 from ncclcomm.transport.peer import PeerTransport
 
-__all__ = ["NBYTES", "run_trials", "try_devices", "try_ranks", "try_ways"]
+__all__ = ["NBYTES", "run_trials", "try_devices", "try_kernel", "try_ranks", "try_ways"]
 
 NBYTES = 4 << 20
 """Bytes that each timed transfer carries: enough to be more than latency, little enough for a slow network."""
@@ -23,6 +25,8 @@ REPEATS = 3
 MOST_DEVICES = 16
 
 _PATTERN_BYTES = 1 << 16
+_KERNEL_COUNT = 1024
+"""Elements of which each, doubled, is a number that half precision holds."""
 
 Trial = dict[str, Any]
 """members, error, and for all_reduce and broadcast each: seconds (the best run's), wrong."""
@@ -56,6 +60,36 @@ def _timed(prepare: Callable[[], object], call: Callable[[], object], wait: Call
 def _differs(got: Any, expected: np.ndarray[Any, Any]) -> bool:
     """True if an array holds other numbers than it should."""
     return not np.array_equal(ncclcomm.to_numpy(got), expected)
+
+
+def try_kernel(backend: DeviceBackend) -> dict[str, Any] | None:
+    """Have CuPy compile a kernel, and run it on the current device.
+
+    Args:
+        backend: the one in use.
+
+    Returns:
+        nvrtc: the compiler's version, '' where it can't be loaded; error: in one line, '' for none; is_file_error:
+        whether a file or folder is what is wrong. None where CuPy is not in use.
+    """
+    if backend.name != "cuda":
+        return None
+    cupy = backend.array_namespace()
+    told = {"nvrtc": "", "error": "", "is_file_error": False}
+    # CuPy keeps on disk what it compiled, by the kernel's text, and would take it from there. The name is part of the
+    # text, and new in each minute; ranks of a host have one, so that a run leaves one small file for each host.
+    name = f"ncclcomm_doctor_{zlib.crc32(platform.node().encode()):08x}_{int(time.time()) // 60}"
+    try:
+        told["nvrtc"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+        # Half precision, whose operators are in CUDA's headers.
+        twice = cupy.ElementwiseKernel("float16 x", "float16 y", "y = x + x", name)
+        some = np.arange(_KERNEL_COUNT, dtype=np.float16)
+        if _differs(twice(ncclcomm.asarray(some, device=backend.current_device())), some * 2):
+            told["error"] = "it gave wrong numbers"
+    except Exception as error:  # CuPy's errors have no class in common, and each of them is what this looks for
+        told["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        told["is_file_error"] = isinstance(error, OSError)
+    return told
 
 
 def try_ways(backend: DeviceBackend, devices: Sequence[int]) -> list[str]:
@@ -136,15 +170,16 @@ def run_trials(limit_s: float) -> dict[str, Any]:
         limit_s: time limit of each call over ranks, in seconds.
 
     Returns:
-        init_error; and, unless ncclcomm.init failed: node, local_rank, device; ways, devices, node_ranks, leaders:
-        what the trials of that level gave, None where this rank had none to make.
+        init_error; and, unless ncclcomm.init failed: node, local_rank, device; kernel, ways, devices, node_ranks,
+        leaders: what these trials gave, None where this rank had none to make.
     """
-    told: dict[str, Any] = {"init_error": "", "ways": None, "devices": None, "node_ranks": None, "leaders": None}
+    told: dict[str, Any] = {"init_error": "", **dict.fromkeys(("kernel", "ways", "devices", "node_ranks", "leaders"))}
     try:
         world = ncclcomm.init(timeout_s=limit_s)
     except ncclcomm.NcclCommError as error:
         return {**told, "init_error": str(error)}
     told.update(node=world.node, local_rank=world.local_rank, device=world.device)
+    told["kernel"] = try_kernel(current_backend())
     if world.local_rank == 0:
         # One process a node: the others would start a context on every GPU as well.
         _try_own_devices(told)
@@ -166,7 +201,8 @@ def _try_own_devices(told: dict[str, Any]) -> None:
     devices = range(min(backend.device_count(), MOST_DEVICES))
     if len(devices) > 1:
         told["ways"] = {"bad": try_ways(backend, devices), "indirect": _without_peer_access(backend, devices)}
-        told["devices"] = try_devices(backend, devices)
+        if not (told["kernel"] and told["kernel"]["error"]):  # which its sums need
+            told["devices"] = try_devices(backend, devices)
 
 
 def _without_peer_access(backend: DeviceBackend, devices: Sequence[int]) -> list[str]:

@@ -30,7 +30,7 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID
 """Where the launchers put a rank's number, before MPI starts; mpiexec's first, as it may run inside a task of srun."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_WATCHED = (*_FORWARDED, signal.SIGCHLD)
+_WATCHED = (*_FORWARDED, signal.SIGCHLD, signal.SIGRTMIN)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -16,6 +16,9 @@ After `end` a watcher waits for `bye`, and after `clean` for `leave`: where an M
 tear the others down before they have had their SIGTERM and their grace, and kill watchers before they have killed what
 their programs left. A broken connection means that `ncclcomm run` is gone, or this host cut off.
 
+A program that ends the job because it waits in vain, and has printed a report of that, sends its watcher SIGRTMIN and
+lives on until it is killed. Had it called MPI_Abort, MPI might kill the watcher before that has told which rank it was.
+
 Each end proves by the other's NONCE that it knows the token, which itself is never sent: anyone may listen at a port.
 """
 
@@ -37,6 +40,9 @@ __all__ = ["keep_alive", "prove", "watch"]
 
 _DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 """Programs that start the ranks of one job on one host; SLURM's, which serves no single job, is not among them."""
+_IN_VAIN = signal.SIGRTMIN
+_IN_VAIN_STATUS = 1
+_IN_VAIN_REPORT = b"ncclcomm: it waited in vain, as its report says\n"
 _ASKING_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _CONNECT_LIMIT_S = 5.0
 _ANSWER_LIMIT_S = 30.0
@@ -163,6 +169,7 @@ class _Watcher:
         self.unread = b""
         self.status: int | None = None  # of the program, as waitpid gives it, once it has ended
         self.failed: int | None = None  # the status that a program has told, which now waits to be killed
+        self.has_spoken = False
         self.asked = False
         self.let_go = False
         self.may_leave = False
@@ -233,8 +240,18 @@ class _Watcher:
     def _pass_on_signals(self) -> None:
         """Give the program what this process got."""
         for number in os.read(self.wakeup, 512):
-            if number != signal.SIGCHLD:
+            if number == _IN_VAIN:
+                self._give_up()
+            elif number != signal.SIGCHLD:
                 self._signal(number)
+
+    def _give_up(self) -> None:
+        """Tell that the program waits in vain, unless it has ended or told of another failure."""
+        if not self._reap() and self.failed is None:
+            self.failed = _IN_VAIN_STATUS
+            if not self.has_spoken:  # another thread's exception explains more
+                self._tell(f"report {_IN_VAIN_REPORT.hex()}")
+            self._tell(f"end {self.failed} 0 {int(self.asked)}")
 
     def _signal(self, number: int) -> None:
         """Give the program a signal, unless it has ended; one that waits to be killed gets no other."""
@@ -268,9 +285,10 @@ class _Watcher:
     def _pass_on_report(self) -> bool:
         """Tell a piece of what the program says; False at its end. `+` begins text, `=` the program's status."""
         piece = os.read(self.report, select.PIPE_BUF)
+        self.has_spoken = self.has_spoken or bool(piece)
         if piece[:1] == b"+":
             self._tell(f"report {piece[1:].hex()}")
-        elif piece:
+        elif piece and self.failed is None:
             self.failed = int(piece[1:])
             self._tell(f"end {self.failed} 0 {int(self.asked)}")
         if piece:

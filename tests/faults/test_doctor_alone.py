@@ -35,7 +35,7 @@ def test_a_sound_process_passes_in_seconds(flavour: Flavour) -> None:
     assert not told.fails()
     assert str(Path(flavour.python).parent / "mpiexec") in told.lines["mpi.launcher"]["found"]
     assert told.lines["trial.devices"]["status"] == "pass"
-    for name in ("gpu.driver", "gpu.cupy", "gpu.nccl", "devices.shared", "trial.node", "trial.nodes"):
+    for name in ("gpu.driver", "gpu.cupy", "gpu.nccl", "gpu.kernels", "devices.shared", "trial.node", "trial.nodes"):
         assert told.lines[name]["status"] == "not checked"
         assert told.lines[name]["found"]
 

@@ -348,6 +348,31 @@ def test_a_failed_program_keeps_its_connections_until_it_is_let_go(launcher: Lau
                 assert child.wait(LIMIT_S) == 1
 
 
+IN_VAIN = "import os, signal, time\nos.kill(os.getppid(), signal.SIGRTMIN)\n"
+
+
+def test_a_program_that_waits_in_vain_is_heard_and_lives_until_it_is_let_go(launcher: Launcher, tmp_path: Path) -> None:
+    with start_child(launcher, tmp_path, f"{IN_VAIN}time.sleep(1000)") as child:
+        end = launcher.hear("end")
+        assert (end.status, end.killed_by, end.asked) == (1, 0, False)
+        assert end.watcher.report == b"ncclcomm: it waited in vain, as its report says\n"
+        assert child.poll() is None
+        end.watcher.send("bye\nleave")
+        assert child.wait(LIMIT_S) == 1
+
+
+def test_a_program_that_waits_in_vain_and_fails_ends_once(launcher: Launcher, tmp_path: Path) -> None:
+    with start_child(launcher, tmp_path, f"{IN_VAIN}raise SystemExit(7)") as child:
+        end = launcher.hear("end")
+        assert end.status in (1, 7), "whichever came first"
+        assert end.status == 1 or b"in vain" not in end.watcher.report
+        end.watcher.send("bye")
+        launcher.hear("clean")
+        assert not [event for event in launcher.events if event.kind == "end"]
+        end.watcher.send("leave")
+        assert child.wait(LIMIT_S) == end.status
+
+
 def test_a_fork_of_the_program_says_its_own_words(launcher: Launcher, tmp_path: Path) -> None:
     source = "import os\nif os.fork() == 0: raise KeyError('of the fork')\nos.wait()"
     with start_child(launcher, tmp_path, source) as child:

@@ -183,6 +183,20 @@ def test_a_dropped_input_that_is_not_held_is_overwritten(backend: CudaBackend, m
     assert _copy_of_a_dropped_array() == -1
 
 
+def test_more_than_2_to_the_31_elements(backend: CudaBackend, gpus: int) -> None:
+    import cupy
+
+    count = (1 << 31) + 5
+    one, two = cupy.full(count, 1, np.int8), cupy.full(count, 2, np.int8)
+    total = comm.reduce_add([one, two], gpus - 1)
+    assert (int(total[0]), int(total[-1]), int(total.min()), int(total.max())) == (3, 3, 3, 3)
+    whole = comm.gather([one, two], destination=gpus - 1)
+    assert whole.size == 2 * count
+    assert [int(whole[place]) for place in (0, count - 1, count, -1)] == [1, 1, 2, 2]
+    first, second = comm.scatter(whole, [0, 0])
+    assert (int(first.max()), int(second.min())) == (1, 2)
+
+
 def test_dtypes_that_cupy_lacks(backend: CudaBackend) -> None:
     with pytest.raises(ncclcomm.UnsupportedError, match="datetime64"):
         ncclcomm.asarray(np.zeros(3, "M8[s]"))

@@ -171,3 +171,35 @@ def test_a_dropped_input_that_is_not_held_is_overwritten(streams: list[Any], mon
 
     monkeypatch.setattr(cuda_peer, "hold_until", lambda done, device, handle, objects: None)
     assert _copy_of_a_dropped_array(streams) == -1
+
+
+@pytest.mark.parametrize("captured", [0, 1])
+def test_calls_are_captured_into_a_graph_and_replayed(streams: list[Any], captured: int) -> None:
+    import cupy
+
+    def set_to(device: int, value: int) -> None:
+        memory = cupy.cuda.MemoryPointer(_on_device_0(arrays[device]), 0)
+        with streams[device]:
+            memory.memset_async(value, arrays[device].nbytes)
+
+    arrays = [_up(np.zeros(COUNT, np.int32), device, streams) for device in (0, 1)]
+    outs = [_up(np.zeros(COUNT, np.int32), device, streams) for device in (0, 1)]
+    both = _up(np.zeros(2 * COUNT, np.int32), 1, streams)
+    comm.all_reduce(arrays)  # loads the kernel
+    _down(both)
+    streams[captured].begin_capture()
+    comm.broadcast(arrays[0], out=[outs[1]])
+    comm.gather(arrays, out=both)
+    total = comm.reduce_add(arrays, 0)
+    comm.all_reduce(arrays, out=arrays)
+    graph = streams[captured].end_capture()
+    for first in (1, 3):
+        for device in (0, 1):
+            set_to(device, first + device)
+        _down(arrays[0])
+        graph.launch(streams[captured])
+        one, two = (np.frombuffer(bytes([first + device]) * 4, np.int32)[0] for device in (0, 1))
+        assert (_down(outs[1]) == one).all()
+        assert (_down(both) == np.repeat([one, two], COUNT)).all()
+        for found in (total, *arrays):
+            assert (_down(found) == one + two).all()

@@ -364,7 +364,7 @@ def a_missing_wait_before_is_found() -> None:
 
 @check
 def a_missing_wait_after_is_found() -> None:
-    _finds("_wait_after", lambda uses, streams, used: None)
+    _finds("_wait_after", lambda uses, streams, used, keep: None)
 
 
 @check
