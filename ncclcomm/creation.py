@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ncclcomm.arrays import HOST_MEMORY, View, check_dtype, empty_on, view
+from ncclcomm.devices.foreign import joined
 from ncclcomm.devices.index import is_host_memory, resolve_device
 from ncclcomm.devices.registry import current_backend
 from ncclcomm.transport.peer import PeerTransport
@@ -34,14 +35,14 @@ def asarray(obj: Any, device: Any = None, dtype: Any = None) -> Any:
     The copy, if one is needed, is enqueued on the current stream of the device; host memory may be reused at once.
 
     Args:
-        obj: an array of any shape, a number, or nested lists of numbers.
+        obj: an array of any shape, of this or another library, a number, or nested lists of numbers.
         device: a device number or object, 'cpu' (or -1) for host memory; None: where obj is, or the current device
             where obj is in host memory.
         dtype: the dtype of the result; None keeps obj's.
 
     Returns:
         A CuPy array or an array of a virtual device; a NumPy array in host memory, complete when the call returns. obj
-        itself where it already is there, of that dtype.
+        itself where it already is there, of that dtype; one over obj's memory where obj is of another library.
 
     Raises:
         ArgumentError: no such device.
@@ -55,18 +56,28 @@ def asarray(obj: Any, device: Any = None, dtype: Any = None) -> Any:
     number = _device_number(device, default)
     wanted = source.data.dtype if dtype is None else np.dtype(dtype)
     check_dtype(wanted, "asarray: dtype")
-    if wanted != source.data.dtype:
-        source = _cast(backend, source, wanted)
-    if source.device == number:
+    with joined(backend, source.kind, source.device):
+        if wanted != source.data.dtype:
+            source = _cast(backend, source, wanted)
+        if source.device != number:
+            target = empty_on(backend, source.data.shape, wanted, number)
+            PeerTransport(backend, ()).copy(target, source)
+            return target.obj
+    if source.kind is None:
         return source.obj
-    target = empty_on(backend, source.data.shape, wanted, number)
-    PeerTransport(backend, ()).copy(target, source)
-    return target.obj
+    if source.device != HOST_MEMORY:
+        source.kind.lend(backend, source.obj, source.device)
+    return source.data
+
+
+_ARRAYS = ("dtype", "__dlpack__", "__cuda_array_interface__")
+"""What arrays have, of any library."""
 
 
 def _as_array(obj: Any) -> Any:
-    """Numbers and lists as a NumPy array; anything that has a dtype and is no NumPy number as it is."""
-    return obj if hasattr(obj, "dtype") and not isinstance(obj, np.generic) else np.asarray(obj)
+    """Numbers and lists as a NumPy array; anything that has a dtype or memory, and is no NumPy number, as it is."""
+    is_array = any(hasattr(obj, name) for name in _ARRAYS) and not isinstance(obj, np.generic)
+    return obj if is_array else np.asarray(obj)
 
 
 def _cast(backend: DeviceBackend, source: View, dtype: Any) -> View:
@@ -141,7 +152,7 @@ def to_numpy(obj: Any) -> np.ndarray[Any, Any]:
     """A copy of an array in host memory, once the work queued on its device's current stream is done.
 
     Args:
-        obj: an array of any kind.
+        obj: an array of any kind. Of a PyTorch tensor, the work on PyTorch's current stream counts.
 
     Returns:
         A new C-contiguous NumPy array.
@@ -154,7 +165,8 @@ def to_numpy(obj: Any) -> np.ndarray[Any, Any]:
     source = view(obj, "to_numpy: obj")
     backend = current_backend()
     target = empty_on(backend, source.data.shape, source.data.dtype, HOST_MEMORY)
-    PeerTransport(backend, ()).copy(target, source)
+    with joined(backend, source.kind, source.device):
+        PeerTransport(backend, ()).copy(target, source)
     array: np.ndarray[Any, Any] = target.data
     return array
 
@@ -167,13 +179,16 @@ def array_module(obj: Any = None) -> Any:
 
     Returns:
         CuPy; NumPy for NumPy arrays; on the host backend a namespace with NumPy's functions whose arrays live on the
-        current virtual device.
+        current virtual device. For an array of another library that module of it, where it is known: torch for tensors.
 
     Raises:
         UnsupportedError: no array.
 
     See: cupy.get_array_module.
     """
-    if obj is not None and view(obj, "array_module: obj").device == HOST_MEMORY:
+    found = None if obj is None else view(obj, "array_module: obj")
+    if found is not None and found.kind is not None and found.kind.namespace is not None:
+        return found.kind.namespace
+    if found is not None and found.device == HOST_MEMORY:
         return np
     return current_backend().array_namespace()

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ncclcomm.arrays import HOST_MEMORY, View, check_out, overlaps, same_memory, view
+from ncclcomm.arrays import HOST_MEMORY, View, check_one_library, check_out, followed, overlaps, same_memory, view
+from ncclcomm.devices.foreign import Foreign
 from ncclcomm.devices.host_array import HostArray, as_host_array
 from ncclcomm.devices.index import is_host_memory, resolve_device
 from ncclcomm.devices.registry import current_backend
@@ -44,14 +45,14 @@ _gpu_array: Any = None
 """The class of plain arrays of GPUs, while these are in use."""
 
 
-def peer_of() -> PeerTransport:
-    """The transport between the devices of the backend in use."""
+def peer_of(kind: Foreign | None = None) -> PeerTransport:
+    """The transport between the devices of the backend in use, on the streams of a library where that has its own."""
     global _peer, _gpu_array
     backend, peer = current_backend(), _peer
     if peer is None or peer.backend is not backend:
         _peer = peer = PeerTransport(backend, ())
         _gpu_array = backend.array_class
-    return peer
+    return peer if kind is None else followed(backend, kind, peer)
 
 
 def view_of(array: Any, call: str, name: str, index: int | None = None) -> View:
@@ -146,7 +147,7 @@ def uniform_views_of(arrays: Iterable[Any], call: str, name: str) -> tuple[list[
             continue
         one = view_of(array, call, name, index)
         found.append(one)
-        uniform = index == 0 and one.device != HOST_MEMORY
+        uniform = index == 0 and one.device != HOST_MEMORY and one.kind is None
         if uniform:
             shape, dtype = one.data.shape, one.data.dtype
     if not found:
@@ -176,6 +177,8 @@ def check_alike(arrays: Sequence[View], call: str, name: str, dim: int | None = 
             raise ArgumentError(f"{which} is in host memory; expected an array of a device")
         if dim is not None and data.ndim != first.ndim:
             raise ArgumentError(f"{which} has {data.ndim} dimensions; expected {first.ndim} as {other}")
+        if array.kind is not arrays[0].kind:
+            check_one_library((arrays[0], array), which)
         if data.dtype != dtype:
             raise ArgumentError(f"{which} has dtype {data.dtype}; expected {dtype} as {other}")
         expected = shape if dim is None else (*shape[:dim], data.shape[dim], *shape[dim + 1 :])

@@ -37,9 +37,9 @@ def all_gather(inputs: Iterable[Any], dim: int = 0, *, out: Iterable[Any] | None
     """
     arrays, _, shape, places = join(inputs, dim, _CALL, "inputs")
     dtype = arrays[0].data.dtype
-    peer = peer_of()
+    peer = peer_of(arrays[0].kind)
     if out is None:
-        outs = [empty_on(peer.backend, shape, dtype, array.device) for array in arrays]
+        outs = [empty_on(peer.backend, shape, dtype, array.device, array.kind) for array in arrays]
     else:
         outs = outs_of(out, arrays, _CALL)
         check_outs(outs, [shape] * len(outs), dtype, _CALL)

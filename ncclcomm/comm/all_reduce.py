@@ -34,9 +34,9 @@ def all_reduce(inputs: Iterable[Any], op: str = "sum", *, out: Iterable[Any] | N
     See: torch.distributed.all_reduce.
     """
     arrays, shape, dtype = terms_of(inputs, op, _CALL)
-    peer = peer_of()
+    peer = peer_of(arrays[0].kind)
     if out is None:
-        outs = [empty_on(peer.backend, shape, dtype, array.device) for array in arrays]
+        outs = [empty_on(peer.backend, shape, dtype, array.device, array.kind) for array in arrays]
     else:
         outs = outs_of(out, arrays, _CALL)
         check_outs(outs, [shape] * len(outs), dtype, _CALL, arrays, alias_ok=True)

@@ -37,11 +37,10 @@ def broadcast(
     """
     one_of(devices, out, _CALL)
     source = view_of(tensor, _CALL, "tensor")
-    peer = peer_of()
     if out is not None:
         outs = views_of(out, _CALL, "out")
         check_outs(outs, [source.data.shape] * len(outs), source.data.dtype, _CALL, (source,), alias_ok=True)
-        peer.copy_all(
+        peer_of(outs[0].kind).copy_all(
             [
                 (target, source)
                 for target in outs
@@ -51,13 +50,14 @@ def broadcast(
         return tuple([target.obj for target in outs])
     assert devices is not None
     data, home = source.data, source.device
+    peer = peer_of(source.kind)
     results, pairs = [], []
     for device in devices_of(devices, _CALL):
         if device == home:
-            results.append(source.obj)
+            results.append(source)
             continue
-        target = empty_on(peer.backend, data.shape, data.dtype, device)
+        target = empty_on(peer.backend, data.shape, data.dtype, device, source.kind)
         pairs.append((target, source))
-        results.append(target.obj)
+        results.append(target)
     peer.copy_all(pairs)
-    return tuple(results)
+    return tuple([found.obj for found in results])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ncclcomm.arrays import View, empty_on
+from ncclcomm.arrays import View, check_one_library, empty_on
 from ncclcomm.chunks import whole_number
 from ncclcomm.comm._common import check_alike, destination_of, devices_of, list_of, peer_of, view_of
 from ncclcomm.errors import ArgumentError
@@ -42,20 +42,22 @@ def broadcast_coalesced(
     call = "broadcast_coalesced"
     _check_buffer_size(buffer_size, call)
     sources = _views_of(tensors, call, "tensors")
-    peer = peer_of()
+    check_one_library(sources, call)
+    kind = sources[0].kind if sources else None
+    peer = peer_of(kind)
     results, pairs = [], []
     for device in devices_of(devices, call):
         copies = []
         for source in sources:
             if device == source.device:
-                copies.append(source.obj)
+                copies.append(source)
                 continue
-            target = empty_on(peer.backend, source.data.shape, source.data.dtype, device)
+            target = empty_on(peer.backend, source.data.shape, source.data.dtype, device, kind)
             pairs.append((target, source))
-            copies.append(target.obj)
-        results.append(tuple(copies))
+            copies.append(target)
+        results.append(copies)
     peer.copy_all(pairs)
-    return tuple(results)
+    return tuple([tuple([found.obj for found in copies]) for copies in results])
 
 
 def reduce_add_coalesced(
@@ -99,19 +101,22 @@ def reduce_add_coalesced(
     for place, arrays in enumerate(terms):
         check_alike(arrays, call, "inputs", place=f"[{place}]")
         check_reduction("sum", arrays[0].data.dtype, call)
-    peer = peer_of()
+    kind = terms[0][0].kind if terms else None
+    for arrays in terms:
+        check_one_library((terms[0][0], *arrays), call)
+    peer = peer_of(kind)
     results, jobs = [], []
     for arrays in terms:
         first = arrays[0]
         dtype = first.data.dtype
         if len(arrays) == 1 and first.device == device and dtype.isnative:
-            results.append(first.obj)
+            results.append(first)
             continue
-        target = empty_on(peer.backend, first.data.shape, dtype.newbyteorder("="), device)
+        target = empty_on(peer.backend, first.data.shape, dtype.newbyteorder("="), device, kind)
         jobs.append((target, arrays))
-        results.append(target.obj)
+        results.append(target)
     peer.reduce_all(jobs, "sum")
-    return tuple(results)
+    return tuple([found.obj for found in results])
 
 
 def _views_of(arrays: Any, call: str, name: str) -> list[View]:

@@ -42,12 +42,12 @@ def gather(tensors: Iterable[Any], dim: int = 0, destination: Any = None, *, out
         raise ArgumentError(f"{_CALL}: destination and out can't both be given; out says where the result goes")
     arrays, dim, shape, places = join(tensors, dim, _CALL, "tensors")
     dtype = arrays[0].data.dtype
-    peer = peer_of()
+    peer = peer_of(arrays[0].kind)
     if out is not None:
         target = view_of(out, _CALL, "out")
         check_out(target, shape, dtype, "gather: out", arrays)
     else:
-        target = empty_on(peer.backend, shape, dtype, destination_of(destination, _CALL))
+        target = empty_on(peer.backend, shape, dtype, destination_of(destination, _CALL), arrays[0].kind)
     peer.gather_views(target, places, arrays)
     return target.obj
 
@@ -63,7 +63,7 @@ def join(tensors: Iterable[Any], dim: Any, call: str, name: str) -> tuple[list[V
     arrays, alike = uniform_views_of(tensors, call, name)
     shape = arrays[0].data.shape
     if not shape and not any([array.data.ndim for array in arrays]):
-        arrays = [View(array.obj, array.data.reshape(1), array.device) for array in arrays]
+        arrays = [View(array.obj, array.data.reshape(1), array.device, array.kind) for array in arrays]
         shape = (1,)
     dim = check_dim(dim, len(shape), call)
     if not alike:

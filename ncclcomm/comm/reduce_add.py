@@ -37,7 +37,7 @@ def reduce_add(inputs: Iterable[Any], destination: Any = None) -> Any:
     device = destination_of(destination, _CALL)
     if len(arrays) == 1 and arrays[0].device == device and arrays[0].data.dtype.isnative:
         return arrays[0].obj
-    peer = peer_of()
-    out = empty_on(peer.backend, shape, dtype, device)
+    peer = peer_of(arrays[0].kind)
+    out = empty_on(peer.backend, shape, dtype, device, arrays[0].kind)
     peer.reduce_views(out, arrays, "sum")
     return out.obj

@@ -53,9 +53,12 @@ def reduce_scatter(
         counts = check_chunk_sizes(chunk_sizes, len(arrays), shape[dim], _CALL, "inputs")
     shapes = [(*shape[:dim], count, *shape[dim + 1 :]) for count in counts]
     places = chunk_slices(counts, dim)
-    peer = peer_of()
+    peer = peer_of(arrays[0].kind)
     if out is None:
-        outs = [empty_on(peer.backend, part, dtype, array.device) for part, array in zip(shapes, arrays, strict=True)]
+        outs = [
+            empty_on(peer.backend, part, dtype, array.device, array.kind)
+            for part, array in zip(shapes, arrays, strict=True)
+        ]
     else:
         outs = outs_of(out, arrays, _CALL)
         check_outs(outs, shapes, dtype, _CALL)

@@ -65,23 +65,23 @@ def scatter(
     else:
         counts = (even_counts if balanced else torch_chunk_counts)(n, len(targets))
     impls = [] if streams is None else _streams_of(streams, targets)
-    peer = peer_of()
+    peer = peer_of(source.kind)
     shape, dtype = list(data.shape), data.dtype
     results, outs, places, used = [], [], [], []
     for index, place in enumerate(chunk_slices(counts, dim)):
         device = targets[index]
         if device == home:
-            results.append(part_of(source, place))
+            results.append(View(part_of(source, place), None, device))
             continue
         shape[dim] = counts[index]
-        target = empty_on(peer.backend, tuple(shape), dtype, device)
+        target = empty_on(peer.backend, tuple(shape), dtype, device, source.kind)
         outs.append(target)
         places.append(place)
-        results.append(target.obj)
+        results.append(target)
         if impls:
             used.append(impls[index])
     peer.scatter_views(outs, source, places, used)
-    return tuple(results)
+    return tuple([found.obj for found in results])
 
 
 def _scatter_out(source: View, out: Iterable[Any], chunk_sizes: Any, dim: int, streams: Any) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ def _scatter_out(source: View, out: Iterable[Any], chunk_sizes: Any, dim: int, s
     shapes = [(*shape[:dim], count, *shape[dim + 1 :]) for count in counts]
     check_outs(outs, shapes, source.data.dtype, _CALL, (source,))
     impls = [] if streams is None else _streams_of(streams, [target.device for target in outs])
-    peer_of().scatter_views(outs, source, chunk_slices(counts, dim), impls)
+    peer_of(outs[0].kind).scatter_views(outs, source, chunk_slices(counts, dim), impls)
     return tuple([target.obj for target in outs])
 
 

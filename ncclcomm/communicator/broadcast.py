@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ncclcomm.arrays import HOST_MEMORY, View, check_out, view
+from ncclcomm.arrays import HOST_MEMORY, View, check_out, kind_named, view
 from ncclcomm.communicator.agree import (
     Facts,
     agree,
@@ -80,7 +80,9 @@ def _broadcast(comm: Communicator, key: Any, array: Any, root: Any, out: Any, ti
         if target is None and comm.rank != local.root:
             sent = facts[local.root]
             device = HOST_MEMORY if sent["memory kind"] == "host memory" else comm.device
-            target = target_for(comm, sent["shape"], dtype_of(sent["dtype"]), device)
+            target = target_for(
+                comm, sent["shape"], dtype_of(sent["dtype"]), device, None, kind_named(sent.get("kind"), device)
+            )
         result = _move(comm, local, target, told.payload)
         if key is not None and told.said:
             _learn(comm, key, told.said, target)
@@ -96,7 +98,7 @@ def _learn(comm: Communicator, key: Any, said: bytes, target: Target | None) -> 
         return
     if target is None:
         quick.learn(key, said)
-    elif comm.backend == "host" or target.near.device == HOST_MEMORY:
+    elif target.kind is None and (comm.backend == "host" or target.near.device == HOST_MEMORY):
         data = target.near.data
         if data.size and quick.fits(data.size, data.dtype):
             quick.learn((key, said), (tuple(data.shape), data.dtype, target.near.device))
@@ -192,12 +194,16 @@ def _validate(comm: Communicator, array: Any, root: Any, out: Any) -> Facts[_Loc
     own = {} if found is None else facts_of(found)
     form = "array (a header goes first)" if out is None else "out= (no header)"
     same = {"root": rank, "form of the call": form, **({} if out is None else own)}
+    if out is None and rank == comm.rank and found is not None and found.kind is not None:
+        own["kind"] = found.kind.name
     return Facts(local, same, own, payload)
 
 
 def _check_receivers(comm: Communicator, facts: list[Mapping[str, Any]], root: int) -> None:
     """Raise where a receiver's array can't take the root's; on every rank whose exchange told it."""
-    if any(own and own != facts[root] for own in facts):
+    sent = {**facts[root]}
+    sent.pop("kind", None)
+    if any(own and own != sent for rank, own in enumerate(facts) if rank != root):
         shown = [fit_in_words((own["shape"], own["dtype"], own["memory kind"])) if own else "None" for own in facts]
         raise_mismatch(
             comm.topology,

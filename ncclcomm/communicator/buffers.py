@@ -14,6 +14,7 @@ from ncclcomm.transport.peer import PeerTransport
 
 if TYPE_CHECKING:
     from ncclcomm.communicator.communicator import Communicator
+    from ncclcomm.devices.foreign import Foreign
 
 __all__ = [
     "Target",
@@ -40,6 +41,7 @@ class Target:
     def __init__(self, comm: Communicator, array: View) -> None:
         self._comm = comm
         self._array = array
+        self.kind = array.kind
         self.near = array
         if _is_far(comm, array):
             self.near = empty_on(comm._backend, array.data.shape, array.data.dtype, comm.device)
@@ -116,10 +118,17 @@ def parts_in(counts: Sequence[int], itemsize: int, order: Sequence[int]) -> list
     return parts
 
 
-def target_for(comm: Communicator, shape: Sequence[int], dtype: Any, device: int, out: View | None = None) -> Target:
-    """A target in the caller's `out`, once the work queued on it is done, or in a new array on a device."""
+def target_for(
+    comm: Communicator,
+    shape: Sequence[int],
+    dtype: Any,
+    device: int,
+    out: View | None = None,
+    kind: Foreign | None = None,
+) -> Target:
+    """A target in the caller's `out`, once the work queued on it is done, or in a new array on a device, of a kind."""
     if out is None:
-        return Target(comm, empty_on(comm._backend, tuple(shape), dtype, device))
+        return Target(comm, empty_on(comm._backend, tuple(shape), dtype, device, kind))
     if out.device != HOST_MEMORY:
         settle(comm, out)
     return Target(comm, out)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ncclcomm.communicator.board import BOARD, Running
 from ncclcomm.communicator.watchdog_queued import note_queued
+from ncclcomm.devices.foreign import Following
 from ncclcomm.errors import ArgumentError, MpiError
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def in_call(
     if comm._broken:
         comm._next_call(call)  # raises, before it looks for a device, which a forked child has none of
     device = comm._member.on_device()
+    if comm._member.gpu is not None:
+        device = Following(comm._backend, device)
     try:
         if running is None:
             begin(comm, call, arguments, comm._timeout_s if timeout_s is None else timeout_s)

@@ -124,7 +124,7 @@ def _collect(
     if comm.rank != local.root:
         engine.gather(local.flat, sizes, None, local.root)
         return None
-    target = target_for(comm, shape, local.array.data.dtype, local.array.device, local.out)
+    target = target_for(comm, shape, local.array.data.dtype, local.array.device, local.out, local.array.kind)
     packed, in_place = packed_target(comm, target.near, local.axis)
     if any(payloads):
         parts = split_flat(packed, sizes)
@@ -234,7 +234,7 @@ def _validate(comm: Communicator, array: Any, root: Any, dim: Any, out: Any) -> 
     rank = check_root(root, comm.size, _CALL)
     found = view(array, "gather: array")
     if found.data.ndim == 0:
-        found = View(found.obj, found.data.reshape(1), found.device)
+        found = View(found.obj, found.data.reshape(1), found.device, found.kind)
     axis = check_dim(dim, found.data.ndim, _CALL)
     shape = tuple(found.data.shape)
     same = {

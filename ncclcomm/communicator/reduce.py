@@ -132,7 +132,7 @@ def _validate(comm: Communicator, call: str, array: Any, op: Any, root: Any, out
     flat = settled_flat(comm, found)
     if flat.dtype != dtype:
         flat = flat.astype(dtype)
-    goal = target_for(comm, found.data.shape, dtype, found.device, target) if rank == comm.rank else None
+    goal = target_for(comm, found.data.shape, dtype, found.device, target, found.kind) if rank == comm.rank else None
     return Facts(_Local(found.device, flat, goal, rank), same, {})
 
 

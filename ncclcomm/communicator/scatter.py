@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ncclcomm.arrays import HOST_MEMORY, check_out, view
+from ncclcomm.arrays import HOST_MEMORY, check_out, kind_named, view
 from ncclcomm.chunks import check_chunk_sizes, check_dim, even_counts, whole_number
 from ncclcomm.communicator.agree import (
     Facts,
@@ -78,7 +78,8 @@ def _scatter(
         device = local.device
         if comm.rank != local.root:
             device = HOST_MEMORY if sent["memory kind"] == "host memory" else comm.device
-        target = local.target or target_for(comm, shapes[comm.rank], dtype, device)
+        kind = kind_named(sent.get("kind"), device)
+        target = local.target or target_for(comm, shapes[comm.rank], dtype, device, None, kind)
         if told.payload:
             fill(target.flat, told.payload[parts_in(sizes, dtype.itemsize, comm.topology.node_order)[comm.rank]])
         else:
@@ -86,7 +87,7 @@ def _scatter(
         result = target.finish()
         quick = comm._quick
         is_reached = device == HOST_MEMORY or comm.backend == "host"
-        if quick is not None and key is not None and is_reached and quick.fits(max(sizes), dtype):
+        if quick is not None and key is not None and is_reached and kind is None and quick.fits(max(sizes), dtype):
             known = (shapes[comm.rank], dtype, device, parts_in(sizes, dtype.itemsize, range(comm.size)))
             quick.learn((key, told.said) if comm.rank != local.root else key, (told.said, known))
         return result
@@ -200,6 +201,8 @@ def _validate(comm: Communicator, array: Any, root: Any, chunk_sizes: Any, dim: 
         )
         own["axis"] = axis
         own.update(facts_of(found))
+        if found.kind is not None:
+            own["kind"] = found.kind.name
     target = None
     if out is not None:
         target = view(out, "scatter: out")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ncclcomm.devices.base import DeviceBackend, EventImpl, StreamImpl
 from ncclcomm.devices.elapsed import no_timing, not_recorded
+from ncclcomm.devices.foreign_torch import event_of_torch, stream_of_torch
 from ncclcomm.devices.index import resolve_device
 from ncclcomm.devices.registry import current_backend
 from ncclcomm.errors import ArgumentError
@@ -15,7 +16,7 @@ from ncclcomm.errors import ArgumentError
 if TYPE_CHECKING:
     from ncclcomm.devices.stream import Stream
 
-__all__ = ["Event", "as_event", "stream_impl"]
+__all__ = ["Event", "as_event", "backend_and_stream", "stream_impl"]
 
 _creation = threading.Lock()
 
@@ -91,7 +92,7 @@ class Event:
         """Move the mark to the end of the work now enqueued on a stream; returns at once.
 
         Args:
-            stream: the stream; None: the current stream of the current device.
+            stream: the stream, or one of PyTorch's; None: the current stream of the current device.
 
         Raises:
             ArgumentError: not a stream, or a stream of another device than that of the first record.
@@ -100,15 +101,14 @@ class Event:
             backend = current_backend()
             impl = backend.current_stream(backend.current_device())
         else:
-            impl = stream_impl(stream)
-            backend = stream._backend
+            backend, impl = backend_and_stream(stream)
         self._made_by(backend).record(impl)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Make all later work of a stream wait for the mark as it is now; the host doesn't wait.
 
         Args:
-            stream: a stream of any device; None: the current stream of the current device.
+            stream: a stream of any device, or one of PyTorch's; None: the current stream of the current device.
 
         Raises:
             ArgumentError: not a stream.
@@ -185,25 +185,38 @@ class Event:
 
 
 def as_event(event: Any) -> Event:
-    """The argument if it is an event.
+    """The argument if it is an event; one of PyTorch's as ours.
 
     Raises:
-        ArgumentError: it isn't; the message names its type.
+        ArgumentError: it is no event, in which case the message names its type, or one of a GPU where none is in use.
     """
     if isinstance(event, Event):
         return event
+    of_torch = event_of_torch(event)
+    if of_torch is not None:
+        made = Event(enable_timing=True)  # it may have been made without; PyTorch says so then
+        made._backend, made._impl = of_torch
+        return made
     raise ArgumentError(f"expected an ncclcomm.Event, not {event!r} of type {_type_name(event)}")
 
 
 def stream_impl(stream: Any) -> StreamImpl:
-    """The backend's stream behind a public one.
+    """The backend's stream behind a public one, or for one of PyTorch's; see backend_and_stream."""
+    return backend_and_stream(stream)[1]
+
+
+def backend_and_stream(stream: Any) -> tuple[DeviceBackend, StreamImpl]:
+    """The backend of a public stream or of one of PyTorch's, and its own stream behind it.
 
     Raises:
-        ArgumentError: it is no public stream; the message names its type.
+        ArgumentError: it is no stream, in which case the message names its type, or one of a GPU where none is in use.
     """
     impl = getattr(stream, "_impl", None)
     if isinstance(impl, StreamImpl):
-        return impl
+        return stream._backend, impl
+    of_torch = stream_of_torch(stream)
+    if of_torch is not None:
+        return of_torch
     raise ArgumentError(f"expected an ncclcomm.Stream, not {stream!r} of type {_type_name(stream)}")
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from ncclcomm.devices.base import DeviceBackend, StreamImpl
-from ncclcomm.devices.event import Event, as_event, stream_impl
+from ncclcomm.devices.event import Event, as_event, backend_and_stream, stream_impl
 from ncclcomm.devices.index import resolve_device
 from ncclcomm.devices.registry import current_backend
 from ncclcomm.devices.restore import enter_stream, leave
@@ -91,15 +91,15 @@ class Stream:
         Raises:
             ArgumentError: not an event, or one that belongs to another device.
         """
-        event = Event() if event is None else as_event(event)
-        event.record(self)
-        return event
+        given = Event() if event is None else event
+        as_event(given).record(self)
+        return given
 
     def wait_event(self, event: Event) -> None:
         """Make all later work wait for an event's mark as it is now; the host doesn't wait.
 
         Args:
-            event: an event of any device; one that was never recorded is not waited for.
+            event: an event of any device, or one of PyTorch's; one that was never recorded is not waited for.
 
         Raises:
             ArgumentError: not an event.
@@ -112,7 +112,7 @@ class Stream:
         """Make all later work wait for the work that is enqueued on another stream now; the host doesn't wait.
 
         Args:
-            stream: a stream of any device.
+            stream: a stream of any device, or one of PyTorch's.
 
         Raises:
             ArgumentError: not a stream.
@@ -196,21 +196,16 @@ class ExternalStream(Stream):
 class StreamContext:
     """What `stream(s)` gives; one object may be entered again, and by several threads."""
 
-    __slots__ = ("stream",)
+    __slots__ = ("_found", "stream")
 
     def __init__(self, stream: Stream | None) -> None:
-        if stream is not None:
-            stream_impl(stream)
+        self._found = None if stream is None else backend_and_stream(stream)
         self.stream = stream
 
     def __enter__(self) -> Stream | None:
         """Make the stream, and its device, current."""
-        chosen = self.stream
-        if chosen is None:
-            enter_stream(self, current_backend(), None)
-        else:
-            enter_stream(self, chosen._backend, chosen._impl)
-        return chosen
+        enter_stream(self, *(self._found or (current_backend(), None)))
+        return self.stream
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Restore the device and both streams."""
@@ -224,7 +219,7 @@ def stream(stream: Stream | None) -> StreamContext:
     own device, as they were at entry. It orders nothing: see `Stream.wait_stream`.
 
     Args:
-        stream: the stream; None changes nothing.
+        stream: the stream; None changes nothing. One of PyTorch's becomes CuPy's current one, not PyTorch's.
 
     Raises:
         ArgumentError: not a stream.
