@@ -92,7 +92,7 @@ def in_call(
     if comm._broken:
         comm._next_call(call)  # raises, before it looks for a device, which a forked child has none of
     device = comm._member.on_device()
-    if comm._member.gpu is not None:
+    if comm.backend == "cuda":
         device = Following(comm._backend, device)
     try:
         if running is None:

@@ -29,8 +29,8 @@ _Sum = tuple[Callable[[int, Sequence[int], int], None], Any, Sequence[Any]]
 _Uses = dict[int, dict[int, None]]
 """Devices that work, each with the other devices whose memory it reads."""
 
-_WITHIN = 3
-"""cudaMemcpyDeviceToDevice."""
+_WITHIN, _ANY = 3, 4
+"""cudaMemcpyDeviceToDevice and cudaMemcpyDefault."""
 
 _ndarray = cupy.ndarray
 
@@ -59,7 +59,7 @@ def copy_plain(copies: Sequence[Copy]) -> bool:
     return True
 
 
-def _copy(copies: Sequence[Copy], streams: dict[int, int]) -> None:
+def _copy(copies: Sequence[Copy], streams: dict[int, int], is_captured: bool) -> None:
     """Enqueue copies; any device may be the current one afterwards."""
     now = -1
     for dst, dst_at, src, src_at, nbytes in copies:
@@ -70,6 +70,8 @@ def _copy(copies: Sequence[Copy], streams: dict[int, int]) -> None:
             now = here
         if here == there:
             runtime.memcpyAsync(to.ptr + dst_at, source.ptr + src_at, nbytes, _WITHIN, streams[here])
+        elif is_captured:  # which memcpyPeerAsync can't be
+            runtime.memcpyAsync(to.ptr + dst_at, source.ptr + src_at, nbytes, _ANY, streams[here])
         else:
             runtime.memcpyPeerAsync(to.ptr + dst_at, here, source.ptr + src_at, there, nbytes, streams[here])
 
@@ -114,14 +116,14 @@ def sum_plain(jobs: Sequence[tuple[Any, Sequence[Any]]]) -> bool:
     return True
 
 
-def _sum(sums: Sequence[_Sum], streams: dict[int, int]) -> None:
+def _sum(sums: Sequence[_Sum], streams: dict[int, int], is_captured: bool) -> None:
     """Enqueue sums; any device may be the current one afterwards."""
     for launch, out, terms in sums:
         runtime.setDevice(out.data.device_id)
         launch(out.data.ptr, [term.data.ptr for term in terms], out.size)
 
 
-def _run(uses: _Uses, enqueue: Callable[[Any, dict[int, int]], None], jobs: Sequence[Any], what: str) -> None:
+def _run(uses: _Uses, enqueue: Callable[[Any, dict[int, int], bool], None], jobs: Sequence[Any], what: str) -> None:
     """Enqueue work between the waits that order it."""
     streams: dict[int, int] = {}
     captured = -1
@@ -137,7 +139,7 @@ def _run(uses: _Uses, enqueue: Callable[[Any, dict[int, int]], None], jobs: Sequ
             _join_capture(captured, streams)
         _wait_before(uses, streams)
         try:
-            enqueue(jobs, streams)
+            enqueue(jobs, streams, captured >= 0)
         finally:
             _wait_after(uses, streams, jobs, keep_for_good if captured >= 0 else hold_until)
             if captured >= 0:
