@@ -126,7 +126,7 @@ class Communicator:
 
     def _find_short_way(self) -> None:
         """From here on take the short way of calls, if there is one."""
-        self._quick, self._quick_gpu = quick_for(self), quick_gpu_for(self)
+        self._quick, self._quick_gpu = self._quick or quick_for(self), quick_gpu_for(self)
 
     def broadcast(self, array: Any = None, *, root: int = 0, out: Any = None, timeout_s: float | None = None) -> Any:
         """Give every rank the root's array.
