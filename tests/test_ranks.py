@@ -1,4 +1,4 @@
-"""Runs tests/ranks inside 1 to 4 ranks of each common MPI flavour, and inside 2 and 3 of the others."""
+"""Runs tests/ranks inside 1 to 4 ranks of each common MPI flavour, and inside 3 of the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JOB_DEADLINE_S = 600.0
 @pytest.mark.timeout(JOB_DEADLINE_S + 60)
 @pytest.mark.parametrize(
     ("flavour", "n"),
-    [(name, n) for name in FLAVOURS for n in ((1, 2, 3, 4) if name in COMMON_FLAVOURS else (2, 3))],
+    [(name, n) for name in FLAVOURS for n in ((1, 2, 3, 4) if name in COMMON_FLAVOURS else (3,))],
     indirect=["flavour"],
 )
 def test_inside_ranks(flavour: Flavour, n: int) -> None:

@@ -131,6 +131,7 @@ def test_closing_the_world_leaves_mpi_up(flavour: Flavour) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
+@pytest.mark.flavours("mpich")
 def test_dropped_communicators_are_freed_at_the_next_agreed_point(flavour: Flavour) -> None:
     # MPICH has about 2,000 communicators to give; over nodes of one, each of these takes three.
     source = """
