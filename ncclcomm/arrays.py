@@ -186,11 +186,15 @@ class _Followed:
         call = getattr(self._transport, name)
 
         def on_their_streams(*args: Any) -> Any:
-            with Following(self.backend) as block:
-                for found in _views_in(args):
-                    if found.device != HOST_MEMORY:
-                        block.add(self._kind, found.device, found.data)
-                return call(*args)
+            block = Following(self.backend)
+            try:
+                with block:
+                    for found in _views_in(args):
+                        if found.device != HOST_MEMORY:
+                            block.add(self._kind, found.device, found.data)
+                    return call(*args)
+            finally:
+                block.end()
 
         return on_their_streams
 

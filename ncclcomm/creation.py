@@ -12,6 +12,7 @@ from ncclcomm.arrays import HOST_MEMORY, View, check_dtype, empty_on, view
 from ncclcomm.devices.foreign import joined
 from ncclcomm.devices.index import is_host_memory, resolve_device
 from ncclcomm.devices.registry import current_backend
+from ncclcomm.errors import ArgumentError
 from ncclcomm.transport.peer import PeerTransport
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def asarray(obj: Any, device: Any = None, dtype: Any = None) -> Any:
             PeerTransport(backend, ()).copy(target, source)
             return target.obj
     if source.kind is None:
-        return source.obj
+        return source.obj if isinstance(source.obj, type(source.data)) else source.data
     if source.device != HOST_MEMORY:
         source.kind.lend(backend, source.obj, source.device)
     return source.data
@@ -89,7 +90,10 @@ def _cast(backend: DeviceBackend, source: View, dtype: Any) -> View:
         backend.current_stream(source.device).launch(np.copyto, target.data, source.data, "unsafe")
         return target
     with backend.on_device(source.device):
-        return view(source.data.astype(dtype), "asarray")
+        cast = view(source.data.astype(dtype), "asarray")
+        if source.kind is not None:
+            backend.keep(source.device, source.data)  # its library may not know of this use
+        return cast
 
 
 def empty(shape: int | Sequence[int], dtype: Any = float, device: Any = None) -> Any:
@@ -101,13 +105,15 @@ def empty(shape: int | Sequence[int], dtype: Any = float, device: Any = None) ->
         device: a device number or object, 'cpu' (or -1) for host memory; None: the current device.
 
     Raises:
-        ArgumentError: no such device.
+        ArgumentError: no such device, or a negative length.
 
     See: numpy.empty.
     """
     backend = current_backend()
     number = _device_number(device, backend.current_device())
-    dims = tuple(shape) if isinstance(shape, Sequence) else (operator.index(shape),)
+    dims = tuple([operator.index(n) for n in (shape if isinstance(shape, Sequence) else (shape,))])
+    if any(n < 0 for n in dims):
+        raise ArgumentError(f"empty: shape {dims} has a negative entry")
     wanted = np.dtype(dtype)
     check_dtype(wanted, "empty: dtype")
     return empty_on(backend, dims, wanted, number).obj

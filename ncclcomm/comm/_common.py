@@ -282,4 +282,4 @@ def part_of(array: View, place: Any) -> Any:
     """A part of the caller's own array, as an array of its kind."""
     if type(array.obj) is HostArray:
         return as_host_array(array.data[place], array.device)  # a third of the time that indexing takes
-    return array.obj[place]
+    return array.obj[place] if hasattr(array.obj, "__getitem__") else array.data[place]

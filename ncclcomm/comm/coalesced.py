@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ncclcomm.arrays import View, check_one_library, empty_on
+from ncclcomm.arrays import HOST_MEMORY, View, check_one_library, empty_on
 from ncclcomm.chunks import whole_number
 from ncclcomm.comm._common import check_alike, destination_of, devices_of, list_of, peer_of, view_of
 from ncclcomm.errors import ArgumentError
@@ -44,6 +44,9 @@ def broadcast_coalesced(
     sources = _views_of(tensors, call, "tensors")
     check_one_library(sources, call)
     kind = sources[0].kind if sources else None
+    if sources and sources[0].device == HOST_MEMORY:
+        # Its library makes the results, on its own streams: those of the arrays that are on GPUs too.
+        check_one_library([View(None, None, 0, kind), *sources], call)
     peer = peer_of(kind)
     results, pairs = [], []
     for device in devices_of(devices, call):

@@ -104,6 +104,8 @@ def in_call(
                 note_queued(comm, comm._entry)
         end(comm, None, None)
     except BaseException as error:
+        if isinstance(device, Following):
+            device.end()
         if comm._entry is not None:
             end(comm, type(error), error)
         if isinstance(error, MpiError):

@@ -51,7 +51,7 @@ class GpuGroup:
             backend.current_stream(device).synchronize()
 
         def refuse_capture() -> None:
-            backend.refuse_capture(device)
+            backend.refuse_capture(device, "data of this call goes through host memory")
 
         from ncclcomm.transport import mpi
         from ncclcomm.transport.staged import StagedTransport

@@ -102,6 +102,7 @@ class QuickGpu:
             self._transport.reduce_plain(array, target, plan, root)
             if op == "avg" and target is not None:
                 divide_by(target, comm.size)
+            self._transport.hold_plain(array, target)
             self._end(comm)
         except BaseException as error:  # whatever it is, the others may wait for this rank now
             self._fail(comm, error)
@@ -116,6 +117,7 @@ class QuickGpu:
             comm._calls += 1
             comm._committed = True
             self._transport.broadcast_plain(out, root)
+            self._transport.hold_plain(out)
             self._end(comm)
         except BaseException as error:  # whatever it is, the others may wait for this rank now
             self._fail(comm, error)

@@ -140,4 +140,6 @@ def _finish(comm: Communicator, target: Target, op: str) -> Any:
     """Divide an average's sum and complete the caller's array."""
     if op == "avg":
         divide_by(target.flat, comm.size)
+        if comm._uses_device and comm.backend == "cuda":
+            comm._backend.keep(comm.device, target.flat)  # the transport has kept it for less
     return target.finish()

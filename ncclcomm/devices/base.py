@@ -221,6 +221,27 @@ class DeviceBackend(ABC):
         """As copy_plain, for sums: results, each with its terms, in their order, of one shape and dtype."""
         return False
 
+    def keep(self, device: int, *objects: Any) -> None:
+        """Keep objects alive until the work now on the device's current stream is done, where that runs later."""
+        if not self.immediate:
+            self.current_stream(device).launch(lambda *_: None, *objects)
+
+    def refuse_capture(self, device: int, why: str) -> None:
+        """Raise where the device's current stream is captured into a graph, for what can't be.
+
+        Args:
+            device: the device.
+            why: what it is, such as 'data of this call goes through host memory'.
+
+        Raises:
+            UnsupportedError: it is captured.
+        """
+        return
+
+    def settle(self) -> bool:
+        """Wait until nothing is kept for work of streams any more, some seconds at the most; False if nothing was."""
+        return False
+
     @abstractmethod
     def must_snapshot(self, array: Any) -> bool:
         """True if a copy from this NumPy array may read it later than the call that enqueues the copy."""

@@ -266,6 +266,14 @@ class CudaBackend(DeviceBackend):
         """Enqueue the reduction."""
         self._memory.reduce(out, arrays, op, self._own(stream))
 
+    def keep(self, device: int, *objects: Any) -> None:
+        """See DeviceBackend.keep; for good, where the stream is captured."""
+        self._held.hold(self._streams.CudaStream(device, self._cupy.cuda.get_current_stream(device)), *objects)
+
+    def settle(self) -> bool:
+        """See DeviceBackend.settle."""
+        return self._held.settle()
+
     def must_snapshot(self, array: np.ndarray[Any, Any]) -> bool:
         """True for pinned memory; pageable memory is read inside the call."""
         return self._memory.is_pinned(array)
@@ -280,16 +288,10 @@ class CudaBackend(DeviceBackend):
             self._runtime.setDevice(device)
             self._runtime.memGetInfo()
 
-    def refuse_capture(self, device: int) -> None:
-        """Raise where the current stream of the device is being captured; for calls in which the host waits.
-
-        Raises:
-            UnsupportedError: it is.
-        """
+    def refuse_capture(self, device: int, why: str) -> None:
+        """See DeviceBackend.refuse_capture."""
         if self._streams.is_capturing(self._cupy.cuda.get_current_stream(device).ptr):
-            raise UnsupportedError(
-                "data of this call goes through host memory, which a CUDA graph can't: call it outside the capture"
-            )
+            raise UnsupportedError(f"{why}, which can't be captured into a CUDA graph: call it outside the capture")
 
     def _own(self, stream: StreamImpl) -> CudaStream:
         """A stream of this backend."""

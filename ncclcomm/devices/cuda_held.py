@@ -52,13 +52,16 @@ class _Keeper:
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
-        """Have it look; a forked child has no thread and no GPU."""
-        self.looks = True
+        """Have it look; a forked child has no thread and no GPU.
+
+        An exception may come in at any step, Ctrl-C's too: then the next call does what is left.
+        """
         if self._thread is None:
             with _lock:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="ncclcomm-keeper", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name="ncclcomm-keeper", daemon=True)
+                    thread.start()
+                    self._thread = thread
         self._wake.set()
 
     def _run(self) -> None:
@@ -66,6 +69,7 @@ class _Keeper:
         while True:
             self._wake.wait()
             self._wake.clear()
+            self.looks = True
             last = time.monotonic()
             while self.looks:
                 time.sleep(_LOOK_S)
@@ -130,41 +134,30 @@ def keep_for_good(done: Any, device: int, handle: int, objects: Sequence[Any]) -
 
 
 def drop_ended() -> bool:
-    """Drop what is held by work that has ended; True if something is still held."""
+    """Drop what is held by work that has ended; True if something is still held.
+
+    Each event is asked: a stream's are mostly in order, but not where two threads record them, or where a handle has
+    gone to another stream.
+    """
     is_left = False
     with _lock:
         for (device, _), held in list(_held.items()):
             spare = _spare.setdefault(device, [])
-            try:
-                ended = _count_ended(held, device)
-            except runtime.CUDARuntimeError:
-                # The program's next call on the device reports it. Whether the work has ended can't be known.
-                _for_good.append(held.popleft())
-                ended = 0
-            for _ in range(ended):
-                done, objects = held.popleft()
+            while held:
+                done = held[0][0]
+                try:
+                    if not cuda_driver.is_complete(done.ptr, device):
+                        is_left = True
+                        break
+                except runtime.CUDARuntimeError:
+                    # The program's next call on the device reports it. Whether the work has ended can't be known.
+                    _for_good.append(held.popleft())
+                    continue
+                objects = held.popleft()
                 if len(spare) < _MOST_SPARE:
                     spare.append(done)
                 del objects
-            is_left = is_left or bool(held)
     return is_left
-
-
-def _count_ended(held: _Held, device: int) -> int:
-    """How many of a stream's events have come, which come in order; few are asked, since asking takes as a call does.
-
-    Raises:
-        CUDARuntimeError: the device is broken.
-    """
-    ended, unknown = 0, len(held)
-    at = unknown  # the last one first: mostly all have
-    while ended < unknown:
-        if cuda_driver.is_complete(held[at - 1][0].ptr, device):
-            ended = at
-        else:
-            unknown = at - 1
-        at = (ended + unknown + 1) // 2
-    return ended
 
 
 def settle() -> bool:

@@ -32,6 +32,9 @@ _Uses = dict[int, dict[int, None]]
 _WITHIN, _ANY = 3, 4
 """cudaMemcpyDeviceToDevice and cudaMemcpyDefault."""
 
+_PER_THREAD = 2
+"""Handle of the stream that each thread has of the current device, where CuPy is told to use these."""
+
 _ndarray = cupy.ndarray
 
 
@@ -44,6 +47,14 @@ def copy_plain(copies: Sequence[Copy]) -> bool:
     Raises:
         DeviceError: CUDA refuses.
     """
+    try:
+        return _copy_plain(copies)
+    except RuntimeError as error:
+        raise_ours(error, "copy")
+
+
+def _copy_plain(copies: Sequence[Copy]) -> bool:
+    """See copy_plain."""
     uses: _Uses = {}
     for dst, _, src, _, _ in copies:
         if type(dst) is not _ndarray or type(src) is not _ndarray or not (dst._c_contiguous and src._c_contiguous):
@@ -55,7 +66,7 @@ def copy_plain(copies: Sequence[Copy]) -> bool:
         if here != there and there not in others:
             others[there] = None
             enable_peer(here, there)
-    _run(uses, _copy, copies, "copy")
+    _run(uses, _copy, copies)
     return True
 
 
@@ -63,6 +74,8 @@ def _copy(copies: Sequence[Copy], streams: dict[int, int], is_captured: bool) ->
     """Enqueue copies; any device may be the current one afterwards."""
     now = -1
     for dst, dst_at, src, src_at, nbytes in copies:
+        if not nbytes:
+            continue
         to, source = dst.data, src.data
         here, there = to.device_id, source.device_id
         if here != now:
@@ -91,6 +104,14 @@ def sum_plain(jobs: Sequence[tuple[Any, Sequence[Any]]]) -> bool:
         DeviceError: CUDA refuses.
         BackendUnavailableError: CuPy can't compile the kernel.
     """
+    try:
+        return _sum_plain(jobs)
+    except RuntimeError as error:
+        raise_ours(error, "sum")
+
+
+def _sum_plain(jobs: Sequence[tuple[Any, Sequence[Any]]]) -> bool:
+    """See sum_plain."""
     uses: _Uses = {}
     sums: list[_Sum] = []
     for out, terms in jobs:
@@ -108,11 +129,8 @@ def sum_plain(jobs: Sequence[tuple[Any, Sequence[Any]]]) -> bool:
                 if not (enable_peer(here, there) and cuda_driver.is_plainly_allocated(term.data.ptr)):
                     return False
                 others[there] = None
-        try:
-            sums.append((sum_kernel(dtype, len(terms), here), out, terms))
-        except RuntimeError as error:
-            raise_ours(error, "sum")
-    _run(uses, _sum, sums, "sum")
+        sums.append((sum_kernel(dtype, len(terms), here), out, terms))
+    _run(uses, _sum, sums)
     return True
 
 
@@ -123,29 +141,29 @@ def _sum(sums: Sequence[_Sum], streams: dict[int, int], is_captured: bool) -> No
         launch(out.data.ptr, [term.data.ptr for term in terms], out.size)
 
 
-def _run(uses: _Uses, enqueue: Callable[[Any, dict[int, int], bool], None], jobs: Sequence[Any], what: str) -> None:
+def _run(uses: _Uses, enqueue: Callable[[Any, dict[int, int], bool], None], jobs: Sequence[Any]) -> None:
     """Enqueue work between the waits that order it."""
     streams: dict[int, int] = {}
-    captured = -1
-    for here, others in uses.items():
-        for device in (here, *others):
-            if device not in streams:
-                stream = streams[device] = get_current_stream(device).ptr
-                if is_capturing(stream):
-                    captured = device
+    captured: list[int] = []
     home = runtime.getDevice()
     try:
-        if captured >= 0:
-            _join_capture(captured, streams)
+        for here, others in uses.items():
+            for device in (here, *others):
+                if device not in streams:
+                    stream = streams[device] = get_current_stream(device).ptr
+                    if stream == _PER_THREAD:
+                        runtime.setDevice(device)
+                    if is_capturing(stream):
+                        captured.append(device)
+        if captured:
+            _join_capture(captured[0], streams)
         _wait_before(uses, streams)
         try:
-            enqueue(jobs, streams, captured >= 0)
+            enqueue(jobs, streams, bool(captured))
         finally:
-            _wait_after(uses, streams, jobs, keep_for_good if captured >= 0 else hold_until)
-            if captured >= 0:
-                _leave_capture(captured, streams)
-    except RuntimeError as error:
-        raise_ours(error, what)
+            _wait_after(uses, streams, jobs, keep_for_good if captured else hold_until)
+            for device in captured:
+                _leave_capture(device, streams)
     finally:
         runtime.setDevice(home)
 
@@ -156,13 +174,13 @@ def _join_capture(captured: int, streams: dict[int, int]) -> None:
     mark = marks.of(captured)
     runtime.eventRecord(mark, streams[captured])
     for device, stream in streams.items():
+        runtime.setDevice(device)
         if not is_capturing(stream):
-            runtime.setDevice(device)
             runtime.streamWaitEvent(stream, mark)
 
 
 def _leave_capture(captured: int, streams: dict[int, int]) -> None:
-    """Have the stream whose work is captured wait for the others, without which the capture couldn't end."""
+    """Have a stream that was captured before wait for the others: the one that began the capture can't end it else."""
     for device, stream in streams.items():
         if device != captured:
             runtime.setDevice(device)
@@ -190,14 +208,13 @@ def _wait_before(uses: _Uses, streams: dict[int, int]) -> None:
 
 
 def _wait_after(uses: _Uses, streams: dict[int, int], used: Sequence[Any], keep: Callable[..., None]) -> None:
-    """Make the others wait for each device's work, and keep what it uses of theirs."""
+    """Make the others wait for each device's work, and keep what it uses until it is done."""
     for here, others in uses.items():
-        if others:  # on its own device a call is as any of CuPy
-            runtime.setDevice(here)
-            stream = streams[here]
-            done = unused_event(here)
-            runtime.eventRecord(done.ptr, stream)
-            for device in others:
-                runtime.setDevice(device)
-                runtime.streamWaitEvent(streams[device], done.ptr)
-            keep(done, here, stream, used)
+        runtime.setDevice(here)
+        stream = streams[here]
+        done = unused_event(here)
+        runtime.eventRecord(done.ptr, stream)
+        for device in others:
+            runtime.setDevice(device)
+            runtime.streamWaitEvent(streams[device], done.ptr)
+        keep(done, here, stream, used)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import cupy
 from cuda.pathfinder import DynamicLibNotFoundError
-from cupy.cuda import runtime
+from cupy.cuda import driver, runtime
 
 from ncclcomm.devices import cuda_driver
 from ncclcomm.devices.base import EventImpl, StreamImpl
@@ -85,7 +85,7 @@ def translation(error: RuntimeError, call: str) -> NcclCommError | None:
         error: what was raised.
         call: the call that raised it, such as CudaStream.query.
     """
-    if isinstance(error, runtime.CUDARuntimeError):
+    if isinstance(error, (runtime.CUDARuntimeError, driver.CUDADriverError)):
         return device_error(error, call)
     # CuPy has no class of its own for missing headers.
     if isinstance(error, DynamicLibNotFoundError) or (type(error) is RuntimeError and "CUDA headers" in str(error)):
@@ -277,14 +277,18 @@ class CudaEvent(EventImpl):
         for which, event in events:
             if not event.query():
                 raise not_complete(which)
-        return float(cupy.cuda.get_elapsed_time(self.cupy, end.cupy))
+        assert self.device is not None
+        with on_device(self.device):
+            return float(cupy.cuda.get_elapsed_time(self.cupy, end.cupy))
 
     @translated
     def ipc_handle(self) -> bytes:
         """A handle from which another process opens the event."""
-        if self.cupy is None:
+        if self.device is None:
             self._make(runtime.getDevice())
-        return bytes(runtime.ipcGetEventHandle(self.cupy.ptr))
+        assert self.device is not None
+        with on_device(self.device):
+            return bytes(runtime.ipcGetEventHandle(self.cupy.ptr))
 
 
 class OpenedEvent(CudaEvent):

@@ -11,12 +11,15 @@ from ncclcomm.devices.elapsed import no_timing, not_recorded
 from ncclcomm.devices.foreign_torch import event_of_torch, stream_of_torch
 from ncclcomm.devices.index import resolve_device
 from ncclcomm.devices.registry import current_backend
-from ncclcomm.errors import ArgumentError
+from ncclcomm.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from ncclcomm.devices.stream import Stream
 
 __all__ = ["Event", "as_event", "backend_and_stream", "stream_impl"]
+
+_HANDLE_BYTES = 64
+"""CUDA's, and the host backend's too."""
 
 _creation = threading.Lock()
 
@@ -33,10 +36,12 @@ class Event:
         blocking: `synchronize` sleeps instead of spinning.
         interprocess: `ipc_handle` may be asked of it; not together with `enable_timing`.
         _handle: an `ipc_handle` of another process, to open on the current device; see `from_ipc_handle`.
+        external: as torch has it for CUDA graphs; True is not supported.
 
     Raises:
-        ArgumentError: both `enable_timing` and `interprocess`, which CUDA doesn't have.
-        UnsupportedError: `_handle`, on a backend without events between processes.
+        ArgumentError: both `enable_timing` and `interprocess`, which CUDA doesn't have, or `_handle` is no handle.
+        DeviceError: `_handle` can't be opened; see `from_ipc_handle`.
+        UnsupportedError: `external`.
 
     See: torch.cuda.Event.
     """
@@ -49,7 +54,14 @@ class Event:
         blocking: bool = False,
         interprocess: bool = False,
         _handle: bytes | None = None,
+        *,
+        external: bool = False,
     ) -> None:
+        if external:
+            raise UnsupportedError(
+                "Event(external=True): CuPy has no events that a graph records for work outside of it; record one on "
+                "the stream, after the graph's launch"
+            )
         if enable_timing and interprocess:
             raise ArgumentError("Event: enable_timing and interprocess exclude each other; make two events")
         self._timing = bool(enable_timing)
@@ -58,9 +70,7 @@ class Event:
         self._backend: DeviceBackend | None = None
         self._impl: EventImpl | None = None
         if _handle is not None:
-            self._backend = current_backend()
-            self._impl = self._backend.open_event(_handle, self._backend.current_device())
-            self._interprocess = True
+            self._open(_handle, current_backend().current_device())
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: bytes) -> Event:
@@ -74,14 +84,22 @@ class Event:
             An event that can be waited for, and recorded.
 
         Raises:
-            ArgumentError: no such device.
-            UnsupportedError: the backend has no events between processes.
+            ArgumentError: no such device, or what is no handle.
+            DeviceError: it can't be opened, because the process that made the event has ended, for one.
         """
-        number = resolve_device(device, optional=True)
-        event = cls(interprocess=True)
-        event._backend = current_backend()
-        event._impl = event._backend.open_event(handle, number)
+        event = cls()
+        event._open(handle, resolve_device(device, optional=True))
         return event
+
+    def _open(self, handle: Any, device: int) -> None:
+        """Be the event of a handle."""
+        if not isinstance(handle, bytes) or len(handle) != _HANDLE_BYTES:
+            given = f"{len(handle)} bytes" if isinstance(handle, bytes) else type(handle).__name__
+            raise ArgumentError(f"from_ipc_handle: a handle has {_HANDLE_BYTES} bytes, this is {given}")
+        backend = current_backend()
+        self._impl = backend.open_event(handle, device)
+        self._backend = backend
+        self._interprocess = True
 
     @property
     def device(self) -> int | None:
@@ -154,11 +172,12 @@ class Event:
         return self._impl.elapsed_ms(end._impl)
 
     def ipc_handle(self) -> bytes:
-        """A handle that `from_ipc_handle` opens in another process of this host.
+        """A handle that `from_ipc_handle` opens in another process of this host; keep the event while it is used there.
+
+        An event that was never recorded belongs to the current device from then on.
 
         Raises:
             ArgumentError: the event was made without interprocess=True.
-            UnsupportedError: the backend has no events between processes.
         """
         if not self._interprocess:
             raise ArgumentError("ipc_handle: the event is this process's own; make it with Event(interprocess=True)")

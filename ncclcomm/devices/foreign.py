@@ -108,15 +108,20 @@ class Following:
 
     def __exit__(self, *error: Any) -> None:
         """Restore the streams."""
-        _thread.open.remove(self)
         try:
             for device, data in self._held:
-                _hold(self._backend, device, data)
-            for stream in self._before.values():
-                self._backend.set_current_stream(stream)
+                self._backend.keep(device, data)
         finally:
+            self.end()
             if self._around is not None:
                 self._around.__exit__(*error)
+
+    def end(self) -> None:
+        """Restore the streams, unless that is done: a signal's exception may come between the block and its end."""
+        if self in _thread.open:
+            _thread.open.remove(self)
+        while self._before:
+            self._backend.set_current_stream(self._before.popitem()[1])
 
     def add(self, kind: Foreign, device: int, data: Any = None) -> None:
         """Go over to the library's stream of a device; where it has none, keep data until the work is done."""
@@ -129,13 +134,6 @@ class Following:
         if stream.handle != before.handle:
             self._before.setdefault(device, before)
             self._backend.set_current_stream(stream)
-
-
-def _hold(backend: Any, device: int, data: Any) -> None:
-    """Keep memory that its library would give to work of streams which are not ordered after ours."""
-    from ncclcomm.devices.cuda_held import hold
-
-    hold(backend.current_stream(device), data)
 
 
 def follow(kind: Foreign, device: int, data: Any = None) -> None:

@@ -214,7 +214,12 @@ class _Torch(Foreign):
         if device == _HOST_MEMORY:
             tensor = torch.empty(shape, dtype=kind, device="cpu")
         elif backend.name == "cuda" and (torch.cuda.is_initialized() or torch.cuda.is_available()):
-            tensor = torch.empty(shape, dtype=kind, device=torch.device("cuda", device))
+            try:
+                tensor = torch.empty(shape, dtype=kind, device=torch.device("cuda", device))
+            except torch.cuda.OutOfMemoryError:
+                if not backend.settle():
+                    raise
+                tensor = torch.empty(shape, dtype=kind, device=torch.device("cuda", device))
         else:
             return None
         found = look_at_tensor(tensor, "a result")

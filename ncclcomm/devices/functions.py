@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from ncclcomm.devices.index import device_or_noop, resolve_device
+from ncclcomm.devices.base import DeviceBackend
+from ncclcomm.devices.index import DLPACK_HOST_MEMORY, DLPACK_ON_GPU, device_or_noop, resolve_device
 from ncclcomm.devices.registry import current_backend
 from ncclcomm.devices.restore import enter_device, leave
 from ncclcomm.errors import ArgumentError
@@ -74,6 +75,9 @@ def set_device(device: Any) -> None:
         current_backend().set_device(number)
 
 
+_NOT_GIVEN = object()  # None means the current device
+
+
 class device:  # noqa: N801
     """A context manager inside which a device is the calling thread's current one.
 
@@ -82,20 +86,23 @@ class device:  # noqa: N801
 
     Args:
         idx: as `resolve_device` takes it; None: the device current now; a negative number changes nothing.
+        device: the same argument, by the name that it has in torch today.
 
     Attributes:
         idx: the device's number.
 
     Raises:
-        ArgumentError: no such device.
+        ArgumentError: no such device, or none or two were given.
 
     See: torch.cuda.device.
     """
 
     __slots__ = ("idx",)
 
-    def __init__(self, idx: Any) -> None:
-        self.idx = device_or_noop(idx)
+    def __init__(self, idx: Any = _NOT_GIVEN, *, device: Any = _NOT_GIVEN) -> None:
+        if (idx is _NOT_GIVEN) == (device is _NOT_GIVEN):
+            raise ArgumentError("device: pass one device, such as device(1); `device` is another name of `idx`")
+        self.idx = device_or_noop(device if idx is _NOT_GIVEN else idx)
 
     def __enter__(self) -> device:
         """Make the device current."""
@@ -157,7 +164,7 @@ def current_blas_handle() -> int:
     return current_backend().blas_handle()
 
 
-_MEMORY_ATTRIBUTES = ("__array_interface__", "__dlpack__", "__buffer__", "device", "data_ptr")
+_HOST_MEMORY = -1
 
 
 def _device_number_of(obj: Any) -> int:
@@ -166,15 +173,66 @@ def _device_number_of(obj: Any) -> int:
     own = backend.device_of(obj)
     if own is not None:
         return own
-    on_gpu = getattr(obj, "is_cuda", None)
-    if on_gpu is None:
-        on_gpu = hasattr(obj, "__cuda_array_interface__") or hasattr(obj, "device_id")
-    if on_gpu:
-        if backend.name != "cuda":
-            raise ArgumentError(
-                f"device_of: {type(obj).__name__} is in a GPU's memory, and the {backend.name} backend is in use"
-            )
-        return resolve_device(getattr(obj, "device_id", obj.device))
-    if isinstance(obj, (bytes, bytearray, memoryview)) or any(hasattr(obj, name) for name in _MEMORY_ATTRIBUTES):
-        return -1
+    if hasattr(obj, "is_cuda"):  # PyTorch's tensors and storages
+        return _on_gpu(backend, obj, "device") if obj.is_cuda else _HOST_MEMORY
+    if hasattr(obj, "device_id"):  # CuPy's memory and pointers to it
+        return _on_gpu(backend, obj, "device_id")
+    if hasattr(obj, "__dlpack_device__"):
+        return _by_dlpack(backend, obj)
+    if hasattr(obj, "__cuda_array_interface__"):
+        return _by_pointer(backend, obj)
+    if hasattr(obj, "__array_interface__") or _is_buffer(obj):
+        return _HOST_MEMORY
     raise ArgumentError(f"device_of: expected an array, tensor, storage or memory pointer, not {type(obj).__name__}")
+
+
+def _need_gpus(backend: DeviceBackend, obj: Any) -> None:
+    """Raise where memory of a GPU is on none of the devices in use."""
+    if backend.name != "cuda":
+        raise ArgumentError(
+            f"device_of: {type(obj).__name__} is in a GPU's memory, and the {backend.name} backend is in use"
+        )
+
+
+def _on_gpu(backend: DeviceBackend, obj: Any, attribute: str) -> int:
+    """The number of the device that an attribute names."""
+    _need_gpus(backend, obj)
+    return resolve_device(getattr(obj, attribute))
+
+
+def _by_dlpack(backend: DeviceBackend, obj: Any) -> int:
+    """The number of the device that an array names by DLPack; that exports nothing, and orders no streams."""
+    kind, number = (int(part) for part in obj.__dlpack_device__())
+    if kind in DLPACK_HOST_MEMORY:
+        return _HOST_MEMORY
+    if kind not in DLPACK_ON_GPU:
+        raise ArgumentError(
+            f"device_of: {type(obj).__name__} is on a device that DLPack gives the number {kind}; known are host "
+            "memory and CUDA's"
+        )
+    _need_gpus(backend, obj)
+    return resolve_device(number)
+
+
+def _by_pointer(backend: DeviceBackend, obj: Any) -> int:
+    """The number of the device that CUDA says a pointer is of; `__cuda_array_interface__` names none."""
+    _need_gpus(backend, obj)
+    from ncclcomm.devices.cuda_streams import raise_ours
+
+    pointer = obj.__cuda_array_interface__["data"][0]
+    if not pointer:  # no elements, on no device
+        return _HOST_MEMORY
+    try:
+        memory = backend.array_namespace().cuda.UnownedMemory(pointer, 0, obj)
+    except RuntimeError as error:
+        raise_ours(error, "device_of")
+    return device_or_noop(memory.device_id)
+
+
+def _is_buffer(obj: Any) -> bool:
+    """True for bytes and whatever else shows its memory to Python."""
+    try:
+        memoryview(obj).release()
+    except TypeError:
+        return False
+    return True

@@ -24,9 +24,9 @@ from ncclcomm.devices.host_namespace import HostNamespace
 from ncclcomm.devices.host_queue import Group, Mark, Queue, queues_of
 from ncclcomm.devices.host_work import copy_each, reduce_each
 from ncclcomm.devices.host_workers import InlineQueue, WorkerQueue
-from ncclcomm.errors import ArgumentError, BackendUnavailableError, UnsupportedError
+from ncclcomm.errors import ArgumentError, BackendUnavailableError
 
-__all__ = ["HostBackend", "HostEvent", "HostStream"]
+__all__ = ["HostBackend", "HostEvent", "HostStream", "queue_of"]
 
 LEAST_PRIORITY, MOST_PRIORITY = 0, -5
 
@@ -73,19 +73,24 @@ class HostEvent(EventImpl):
 
     def record(self, stream: StreamImpl) -> None:
         """Mark the end of the work now enqueued on the stream."""
+        self.check_device(stream)
+        self._mark = queue_of(stream).mark()
+        self.device = stream.device
+
+    def check_device(self, stream: StreamImpl) -> None:
+        """Raise for a stream of another device than the event's."""
         if self.device not in (None, stream.device):
             raise ArgumentError(
-                f"the event belongs to device {self.device}, where it was first recorded, and can't be recorded on a "
-                f"stream of device {stream.device}; use another Event there (waiting across devices is fine)"
+                f"the event belongs to device {self.device}, where it was first recorded or opened, and can't be "
+                f"recorded on a stream of device {stream.device}; use another Event there (waiting across devices is "
+                "fine)"
             )
-        self._mark = _queue(stream).mark()
-        self.device = stream.device
 
     def wait(self, stream: StreamImpl) -> None:
         """Make later work of the stream wait for the mark that is the latest now."""
         mark = self._mark
         if mark is not None:
-            _queue(stream).wait_mark(mark)
+            queue_of(stream).wait_mark(mark)
 
     def query(self) -> bool:
         """True if the latest mark is reached or there is none."""
@@ -125,8 +130,8 @@ class HostEvent(EventImpl):
         return mark.time_s
 
     def ipc_handle(self) -> bytes:
-        """Refused: the host backend has none."""
-        raise UnsupportedError("ipc_handle: the host backend of this version has no events between processes")
+        """Refused: SharedEvent has one."""
+        raise ArgumentError("ipc_handle: the event was made without interprocess=True")
 
 
 class _ThreadState(threading.local):
@@ -201,11 +206,17 @@ class HostBackend(DeviceBackend):
 
     def create_event(self, *, timing: bool, blocking: bool, interprocess: bool) -> HostEvent:
         """A new event. Waiting for it never spins, so `blocking` changes nothing."""
+        if interprocess:
+            from ncclcomm.devices.host_ipc import SharedEvent
+
+            return SharedEvent(self.current_device)
         return HostEvent(timing=timing)
 
     def open_event(self, handle: bytes, device: int) -> EventImpl:
-        """Refused: the host backend has none."""
-        raise UnsupportedError("from_ipc_handle: the host backend of this version has no events between processes")
+        """The event behind another process's handle."""
+        from ncclcomm.devices.host_ipc import SharedEvent
+
+        return SharedEvent.opened(handle, device)
 
     def blas_handle(self) -> int:
         """Refused: virtual devices have no cuBLAS."""
@@ -227,11 +238,11 @@ class HostBackend(DeviceBackend):
 
     def copy(self, dst: Any, src: Any, stream: StreamImpl) -> None:
         """Enqueue the copy, on plain views that hold both arrays."""
-        _queue(stream).submit(copy_each, [(np.asarray(dst), np.asarray(src))])
+        queue_of(stream).submit(copy_each, [(np.asarray(dst), np.asarray(src))])
 
     def reduce(self, out: Any, arrays: list[Any], op: str, stream: StreamImpl) -> None:
         """Enqueue the reduction, on plain views that hold the arrays."""
-        _queue(stream).submit(reduce_each, np.asarray(out), [np.asarray(array) for array in arrays], op)
+        queue_of(stream).submit(reduce_each, np.asarray(out), [np.asarray(array) for array in arrays], op)
 
     def must_snapshot(self, array: Any) -> bool:
         """True where workers run copies later."""
@@ -242,7 +253,7 @@ class HostBackend(DeviceBackend):
         return f"host-{os.getpid()}-{device}"
 
 
-def _queue(stream: StreamImpl) -> Queue:
+def queue_of(stream: StreamImpl) -> Queue:
     """The queue of a stream of this backend."""
     if not isinstance(stream, HostStream):
         raise ArgumentError(f"{type(stream).__name__} is not a stream of the host backend")

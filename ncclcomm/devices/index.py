@@ -9,7 +9,12 @@ from ncclcomm.devices.base import DeviceBackend
 from ncclcomm.devices.registry import current_backend
 from ncclcomm.errors import ArgumentError
 
-__all__ = ["device_or_noop", "is_host_memory", "resolve_device"]
+__all__ = ["DLPACK_HOST_MEMORY", "DLPACK_ON_GPU", "device_or_noop", "is_host_memory", "resolve_device"]
+
+DLPACK_HOST_MEMORY = (1, 3)
+"""DLPack's device types for plain and for pinned host memory."""
+DLPACK_ON_GPU = (2, 13)
+"""And for CUDA's device and managed memory."""
 
 _EXPECTED = (
     "an int, 'cuda:1', 'host:1', or an object that names one (torch.device, cupy.cuda.Device, ncclcomm.device, "
@@ -45,9 +50,10 @@ def resolve_device(value: Any, *, optional: bool = False) -> int:
 
 
 def is_host_memory(value: Any) -> bool:
-    """True for what means host memory as a destination: 'cpu', -1 and torch's CPU device."""
+    """True for what means host memory as a destination: 'cpu' (or 'cpu:0'), -1 and torch's CPU device."""
     if isinstance(value, str):
-        return value == "cpu"
+        kind, colon, digits = value.partition(":")
+        return kind == "cpu" and bool(colon) == (digits.isascii() and digits.isdecimal())
     if isinstance(value, Integral):
         return int(value) == -1
     return getattr(value, "type", None) == "cpu"

@@ -119,7 +119,10 @@ class NcclTransport(Transport):
 
     def is_ready(self) -> bool:
         """True if the device is the current one, and its current stream is not captured, for the plain calls below."""
-        return bool(runtime.getDevice() == self.device and not is_capturing(self._stream()))
+        try:
+            return bool(runtime.getDevice() == self.device and not is_capturing(self._stream()))
+        except RuntimeError:
+            return False  # the long way raises it
 
     def reduce_plain(self, array: Any, out: Any | None, plan: tuple[int, int, int], root: int | None) -> None:
         """Reduce contiguous arrays of the device that have elements, to every rank if root is None.
@@ -137,16 +140,15 @@ class NcclTransport(Transport):
             self._comm.allReduce(source, out.data.ptr, count, dtype, op, stream)
         else:
             self._comm.reduce(source, 0 if out is None else out.data.ptr, count, dtype, op, root, stream)
-        self._hold_plain(stream, (array, out))
 
     def broadcast_plain(self, buffer: Any, root: int) -> None:
         """As broadcast, of a contiguous array of the device that has elements."""
         pointer, stream = buffer.data.ptr, self._stream()
         self._comm.broadcast(pointer, pointer, buffer.nbytes, _WORD, root, stream)
-        self._hold_plain(stream, (buffer,))
 
-    def _hold_plain(self, stream: int, arrays: Sequence[Any]) -> None:
-        """As _hold; the device is the current one, and the stream not captured."""
+    def hold_plain(self, *arrays: Any) -> None:
+        """Keep what plain calls use, and what came behind them, until it is done."""
+        stream = self._stream()
         done = unused_event(self.device)
         runtime.eventRecord(done.ptr, stream)
         hold_until(done, self.device, stream, arrays)

@@ -172,6 +172,10 @@ class PeerTransport(Transport):
             op: one of REDUCTIONS, or 'avg'.
         """
         func = "sum" if op == "avg" else op
+        if op == "avg" and len({view.device for out, arrays in jobs for view in (out, *arrays)}) > 1:
+            for out, _ in jobs:
+                if out.device != HOST_MEMORY:
+                    self.backend.refuse_capture(out.device, "avg over devices")
         if self.backend.immediate:
             for out, arrays in jobs:
                 reduce_each(out.data, [array.data for array in arrays], func)
@@ -242,6 +246,11 @@ class PeerTransport(Transport):
 
         Also where something inside fails: what was enqueued before it runs.
         """
+        for stream, devices in uses:
+            for device in devices:
+                if device != stream.device:
+                    for either in (device, stream.device):
+                        self.backend.refuse_capture(either, "this call between devices is no plain copy or sum")
         for stream, devices in uses:
             for device in devices:
                 self._order(self.backend.current_stream(device), stream)

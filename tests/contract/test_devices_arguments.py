@@ -20,6 +20,7 @@ from ncclcomm.devices import (
     synchronize,
 )
 from ncclcomm.devices.base import DeviceBackend
+from ncclcomm.devices.index import is_host_memory
 from ncclcomm.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -100,6 +101,36 @@ def test_out_of_range(backend: DeviceBackend, far: int) -> None:
                 call(value)
             if backend.name == "host":
                 assert f"NCCLCOMM_DEVICES=host:{count + far + 1}" in str(caught.value)
+
+
+def test_both_names_of_the_argument() -> None:
+    for block in (device(1), device(idx=1), device(device=1)):
+        with block:
+            assert current_device() == 1
+    with device(1), device(device=None), device(idx=-1):
+        assert current_device() == 1
+    for wrong in ({}, {"idx": 1, "device": 1}, {"idx": None, "device": None}):
+        with pytest.raises(ArgumentError, match="pass one device"):
+            device(**wrong)
+
+
+def test_host_memory() -> None:
+    named: list[Any] = ["cpu", "cpu:0", "cpu:12", -1, np.int64(-1), SimpleNamespace(type="cpu", index=0)]
+    others: list[Any] = [
+        "cpu:",
+        "cpu:x",
+        "cpu:-1",
+        "cpus",
+        "",
+        "cuda:0",
+        "cuda",
+        0,
+        -2,
+        None,
+        SimpleNamespace(type="cuda"),
+    ]
+    assert [is_host_memory(value) for value in named] == [True] * len(named)
+    assert [is_host_memory(value) for value in others] == [False] * len(others)
 
 
 def test_set_device_needs_one() -> None:

@@ -184,7 +184,7 @@ def test_device_of_an_array(backend: DeviceBackend) -> None:
     assert current_device() == 0
 
 
-@pytest.mark.parametrize("value", [3, "text", None, [1.0], object()])
+@pytest.mark.parametrize("value", [3, "text", None, [1.0], object(), Stream, np])
 def test_device_of_anything_else(value: Any) -> None:
     with pytest.raises(ArgumentError, match=type(value).__name__):
         device_of(value)

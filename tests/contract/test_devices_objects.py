@@ -258,19 +258,48 @@ def test_launch_of_no_callable() -> None:
         Stream().launch(3)  # type: ignore[arg-type]
 
 
-def test_event_between_processes(backend: DeviceBackend) -> None:
+def test_event_between_processes(later: DeviceBackend, gate: Any) -> None:
+    # What other processes see of it: tests/unit/test_devices_ipc.py and tests/gpu/test_streams.py.
+    work, other, event = Stream(device=1), Stream(), Event(interprocess=True)
+    work.launch(gate.hold)
+    event.record(work)
+    event.wait(other)
+    assert [event.query(), other.record_event().query()] == [False, False]
+    gate.open()
+    event.synchronize()
+    other.synchronize()
+    assert event.query()
+    assert [event.device, len(event.ipc_handle())] == [1, 64]
+    with pytest.raises(ArgumentError, match="measures no time"):
+        event.elapsed_time(event)
+    made = Event(interprocess=True)
+    with device(1):
+        made.ipc_handle()
+    assert made.device == 1
+
+
+def test_arguments_of_events_between_processes(backend: DeviceBackend) -> None:
     with pytest.raises(ArgumentError, match="interprocess=True"):
         Event().ipc_handle()
     with pytest.raises(ArgumentError, match="exclude"):
         Event(enable_timing=True, interprocess=True)
+    given: Any
+    for given, found in ((b"1", "1 bytes"), (bytes(65), "65 bytes"), ("x" * 64, "str"), (None, "NoneType")):
+        with pytest.raises(ArgumentError, match=f"64 bytes, this is {found}"):
+            Event.from_ipc_handle(0, given)
+    with pytest.raises(ArgumentError, match="64 bytes"):
+        Event(_handle=b"1")
+    with pytest.raises(ArgumentError, match="device 99 is not there"):
+        Event.from_ipc_handle(99, Event(interprocess=True).ipc_handle())
     if backend.name == "host":
-        for call in (
-            Event(interprocess=True).ipc_handle,
-            lambda: Event.from_ipc_handle(0, b"1"),
-            lambda: Event(_handle=b"1"),
-        ):
-            with pytest.raises(UnsupportedError, match="between processes"):
-                call()
+        with pytest.raises(ArgumentError, match="no handle of an event of virtual devices"):
+            Event.from_ipc_handle(0, bytes(64))
+
+
+def test_external_events() -> None:
+    assert Event(external=False).query()
+    with pytest.raises(UnsupportedError, match="external=True"):
+        Event(external=True)
 
 
 def test_external_stream_of_the_host(backend: DeviceBackend) -> None:

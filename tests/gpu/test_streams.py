@@ -208,7 +208,7 @@ def test_what_cannot_be_captured_is_refused(backend: CudaBackend) -> None:
         with pytest.raises(ncclcomm.UnsupportedError, match="graph"):
             ours.launch(print)
         with pytest.raises(ncclcomm.UnsupportedError, match="graph"):
-            backend.refuse_capture(0)
+            backend.refuse_capture(0, "this")
         ncclcomm.Stream()  # asks dropped ones whether they are idle
         graph = stream.end_capture()
         graph.launch()

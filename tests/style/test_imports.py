@@ -46,7 +46,7 @@ DOORS = {
     },
     "queue": {"devices/", "transport/peer.py", "communicator/watchdog", "communicator/progress", "launcher/"},
     "concurrent": {"devices/", "transport/peer.py", "communicator/watchdog", "communicator/progress", "launcher/"},
-    "socket": {"communicator/watchdog", "doctor/network.py", "launcher/"},
+    "socket": {"devices/host_ipc.py", "communicator/watchdog", "doctor/network.py", "launcher/"},
     "torch": {"arrays.py", "devices/", "bench/"},
     "rich": {"bench/"},
     "tqdm": {"bench/"},

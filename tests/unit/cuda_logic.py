@@ -180,6 +180,74 @@ def a_query_tells_errors_from_work_that_runs() -> None:
 
 
 @check
+def calls_that_need_the_events_device_have_it() -> None:
+    from ncclcomm.devices import cuda_streams
+
+    device = [0]
+    asked: list[tuple[str, int]] = []
+
+    def tell(call: str, answer: Any) -> Any:
+        asked.append((call, device[0]))
+        return answer
+
+    start, end, unrecorded = (
+        cuda_streams.CudaEvent(timing=timing, blocking=False, interprocess=not timing) for timing in (True, True, False)
+    )
+    for event in (start, end):
+        event.device, event.cupy = 1, SimpleNamespace(ptr=6)
+    made = SimpleNamespace(
+        Event=lambda **_: SimpleNamespace(ptr=7), get_elapsed_time=lambda first, last: tell("elapsed", 2.5)
+    )
+    calls = {
+        "getDevice": lambda: device[0],
+        "setDevice": lambda number: device.__setitem__(0, number),
+        "eventQuery": lambda _: 0,
+        "ipcGetEventHandle": lambda handle: tell("handle", b"of %d" % handle),
+    }
+    with _runtime(cuda_streams, **calls), patch.object(cuda_streams, "cupy", SimpleNamespace(cuda=made)):
+        assert start.elapsed_ms(end) == 2.5
+        device[0] = 2
+        assert unrecorded.ipc_handle() == b"of 7"
+        device[0] = 0
+        assert unrecorded.ipc_handle() == b"of 7"
+    assert asked == [("elapsed", 1), ("handle", 2), ("handle", 2)]
+    assert (unrecorded.device, device) == (2, [0])
+
+
+@check
+def device_of_asks_cuda_where_a_pointer_is() -> None:
+    from cupy.cuda import runtime
+
+    from ncclcomm.devices import current_device, device_of, use_backend
+    from ncclcomm.devices.host import HostBackend
+    from ncclcomm.errors import ArgumentError, DeviceError
+
+    def memory(pointer: int, nbytes: int, owner: Any) -> Any:
+        if pointer == 66:
+            raise runtime.CUDARuntimeError(1)
+        return SimpleNamespace(device_id={64: 1, 65: 7, 67: -2}[pointer])
+
+    class Gpus(HostBackend):
+        name = "cuda"
+
+        def array_namespace(self) -> Any:
+            return SimpleNamespace(cuda=SimpleNamespace(UnownedMemory=memory))
+
+    def numba(pointer: int) -> Any:
+        # What is done on the stream is none of device_of's business.
+        return SimpleNamespace(__cuda_array_interface__={"data": (pointer, False), "stream": 5})
+
+    with use_backend(Gpus(2)):
+        for pointer, expected in ((64, 1), (0, 0), (67, 0)):  # 67: no memory that CUDA knows
+            with device_of(numba(pointer)):
+                assert current_device() == expected
+        with raises(ArgumentError, "device 7 is not there"):
+            device_of(numba(65))
+        with raises(DeviceError, "cudaErrorInvalidValue"):
+            device_of(numba(66))
+
+
+@check
 def errors_of_the_runtime_are_ours() -> None:
     from cupy.cuda import runtime
 
@@ -323,29 +391,36 @@ def an_error_ends_no_keeper() -> None:
 
 
 @check
-def what_has_ended_is_found_with_few_questions() -> None:
+def an_event_that_comes_before_an_earlier_one_frees_nothing_else() -> None:
+    # As after two threads have recorded on one stream, or a handle has gone to another stream.
     with _holding() as (held, events, _, _), patch.object(held._keeper, "looks", True):  # it sleeps
-        asked: list[int] = []
-        is_complete = held.cuda_driver.is_complete
-        held.cuda_driver.is_complete = lambda event, device: asked.append(1) or is_complete(event, device)
-        for ended in (0, 1, 37, 99, 100):
-            things = [_Thing() for _ in range(100)]
-            gone = [_gone(thing) for thing in things]
-            del events[:]
-            for thing in things:
-                held.hold(_stream(0, 10), thing)
-            things.clear()
-            del thing
-            for event in events[:ended]:
-                event.has_ended = True
-            del asked[:]
-            assert held.drop_ended() is (ended < 100)
-            assert [one.is_set() for one in gone] == [True] * ended + [False] * (100 - ended)
-            assert len(asked) <= 8, len(asked)
-            for event in events:
-                event.has_ended = True
-            held.drop_ended()
-            held._spare.clear()
+        things = [_Thing() for _ in range(3)]
+        gone = [_gone(thing) for thing in things]
+        for thing in things:
+            held.hold(_stream(0, 10), thing)
+        things.clear()
+        del thing
+        events[0].has_ended = events[2].has_ended = True
+        assert held.drop_ended()
+        assert [one.is_set() for one in gone] == [True, False, False]
+        events[1].has_ended = True
+        assert not held.drop_ended()
+        assert all(one.is_set() for one in gone)
+
+
+@check
+def a_keeper_that_could_not_start_is_started_by_the_next_call() -> None:
+    with _holding() as (held, events, _, _), patch.object(held, "_keeper", held._Keeper()):
+        no_thread = patch.object(held.threading.Thread, "start", side_effect=RuntimeError("no thread"))
+        with no_thread, raises(RuntimeError, "no thread"):
+            held.hold(_stream(0, 10), _Thing())
+        thing = _Thing()
+        gone = _gone(thing)
+        held.hold(_stream(0, 10), thing)
+        del thing
+        for event in events:
+            event.has_ended = True
+        assert gone.wait(WITHIN_S)
 
 
 @check
@@ -381,9 +456,9 @@ def host_memory_is_refused_in_a_capture() -> None:
         cuda=SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=10 + device))
     )
     with _runtime(cuda_streams, streamIsCapturing=lambda handle: handle == 11):
-        backend.refuse_capture(0)
+        backend.refuse_capture(0, "this")
         with raises(UnsupportedError, "graph"):
-            backend.refuse_capture(1)
+            backend.refuse_capture(1, "this")
 
 
 @check

@@ -380,15 +380,35 @@ def test_a_transport_is_called_on_the_streams_of_its_views(gpus: FakeGpus) -> No
 
 def test_memory_without_streams_is_held_to_the_end(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
-    monkeypatch.setitem(
-        sys.modules,
-        "ncclcomm.devices.cuda_held",
-        SimpleNamespace(hold=lambda stream, data: held.append((stream, data))),
-    )
+    monkeypatch.setattr(gpus, "keep", lambda device, data: held.append((device, data)))
     with Following(gpus):
         found = view(GpuMemory(), "call: x")
         assert held == []
-    assert [(stream.device, data) for stream, data in held] == [(2, found.data)]
+    assert held == [(2, found.data)]
+
+
+def test_a_block_that_fails_restores_the_streams(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = gpus.create_stream(1, 0), gpus.create_stream(1, 0)
+    gpus.set_current_stream(ours)
+
+    def fail(device: int, data: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(gpus, "keep", fail)
+    block = Following(gpus)
+    block.__enter__()
+    block.add(Streamed({1: theirs}), 1)
+    block.add(Streamed({}), 1, object())
+    assert gpus.current_stream(1).handle == theirs.handle
+    with pytest.raises(ZeroDivisionError):
+        block.__exit__(None, None, None)
+    assert gpus.current_stream(1).handle == ours.handle
+    block = Following(gpus)
+    block.__enter__()
+    block.add(Streamed({1: theirs}), 1)
+    block.end()  # as where a signal's exception came before the block's own end
+    assert gpus.current_stream(1).handle == ours.handle
+    block.end()
 
 
 @pytest.mark.parametrize("fails", [False, True])
