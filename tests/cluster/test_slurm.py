@@ -215,6 +215,7 @@ def wait_for_ranks(slurm: Slurm, job: str, folder: Path, count: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.flavours("openmpi")  # SLURM ends the deaf, after 10 s, whatever their MPI
 def test_a_cancelled_job_leaves_nothing(slurm: Slurm, flavour: Flavour, tmp_path: Path) -> None:
     program = tmp_path / "waits.py"
     program.write_text(
