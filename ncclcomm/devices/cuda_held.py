@@ -1,7 +1,7 @@
 """What the work of CUDA streams uses, kept until that work is done; imported only where there is a GPU.
 
-One thread looks after all of it, every millisecond while there is something. A thread that waited inside CUDA for each
-call's end would take the interpreter from the caller at every call: some 5 us, half of what a small call takes.
+One thread looks after all of it, every millisecond while there is something. With a thread that waited inside CUDA for
+each call's end, and woke at every call, `hold` took 9 us.
 """
 
 from __future__ import annotations

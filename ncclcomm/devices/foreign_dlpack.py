@@ -10,6 +10,7 @@ import numpy as np
 
 from ncclcomm.devices.base import DeviceBackend, StreamImpl
 from ncclcomm.devices.foreign import Foreign
+from ncclcomm.devices.index import DLPACK_HOST_MEMORY, DLPACK_ON_GPU
 from ncclcomm.devices.registry import current_backend
 from ncclcomm.errors import ArgumentError, UnsupportedError
 
@@ -17,10 +18,6 @@ __all__ = ["Producer", "look_at_producer", "producer_named"]
 
 _HOST_MEMORY = -1
 
-_IN_HOST_MEMORY = (1, 3)
-"""DLPack's device types for plain and for pinned host memory."""
-_ON_GPU = (2, 13)
-"""And for CUDA's device and managed memory."""
 
 _OF_NUMPY = 1
 """What dtype.isbuiltin says of NumPy's own dtypes, which are all that its DLPack knows."""
@@ -98,9 +95,9 @@ def look_at_producer(obj: Any, what: str) -> tuple[Any, int, Foreign | None] | N
     data: Any = None
     try:
         place = int(obj.__dlpack_device__()[0])
-        if place in _IN_HOST_MEMORY:
+        if place in DLPACK_HOST_MEMORY:
             data = _from_host_memory(obj)
-        elif place in _ON_GPU:
+        elif place in DLPACK_ON_GPU:
             data = _cupy(obj, what).from_dlpack(obj)
     except ArgumentError:
         raise
@@ -110,10 +107,10 @@ def look_at_producer(obj: Any, what: str) -> tuple[Any, int, Foreign | None] | N
             f"{what}: {_type_name(obj)} can't be taken by DLPack ({first}); pass numpy.asarray of it, or its bits as "
             "an integer of the same size"
         ) from error
-    if place in _IN_HOST_MEMORY:
+    if place in DLPACK_HOST_MEMORY:
         namespace = _namespace_of(obj)
         return data, _HOST_MEMORY, None if namespace is None else _producer(namespace, False, True)
-    if place in _ON_GPU:
+    if place in DLPACK_ON_GPU:
         return data, int(data.device.id), _producer(_namespace_of(obj), True, False)
     raise UnsupportedError(
         f"{what}: {_type_name(obj)} is on a device that DLPack gives the number {place}; supported are host memory and "

@@ -12,26 +12,11 @@ import numpy as np
 import pytest
 
 import ncclcomm
+from contract.foreign_arrays import Array
 from flavours import missing
 from ranks.expected import Findings, average, communicator, data, numbers, reduced
 
 pytestmark = pytest.mark.mpi
-
-
-class Array:
-    """An array that exports DLPack and names its library."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array = array
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.array.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-    def __array_namespace__(self, *, api_version: str | None = None) -> ModuleType:
-        return sys.modules["arrays_of_a_test"]
 
 
 class Library:

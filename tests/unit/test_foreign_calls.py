@@ -12,6 +12,7 @@ import pytest
 
 import ncclcomm
 from contract.array_samples import assert_same_bits, host_backend, sample  # noqa: F401
+from contract.foreign_arrays import Array
 from flavours import missing
 from ncclcomm import comm
 from ncclcomm.devices.host_array import HostArray
@@ -77,22 +78,6 @@ def test_a_world_of_one(torch: Any) -> None:
         assert type(world.gather(torch.ones(()))) is torch.Tensor
         with torch.no_grad():
             assert type(world.all_reduce(torch.nn.Parameter(tensor))) is torch.Tensor
-
-
-class Array:
-    """An array that exports DLPack and names its library."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array = array
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.array.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-    def __array_namespace__(self, *, api_version: str | None = None) -> ModuleType:
-        return sys.modules["arrays_of_a_test"]
 
 
 def test_an_exporter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import ncclcomm
 from contract.array_samples import LAYOUTS, assert_same_bits, sample
+from contract.foreign_arrays import Array, Exporter
 from ncclcomm.arrays import HOST_MEMORY, View, check_one_library, check_out, empty_on, followed, kind_named, view
 from ncclcomm.devices import use_backend
 from ncclcomm.devices.base import DeviceBackend, StreamImpl
@@ -25,31 +26,11 @@ from ncclcomm.errors import ArgumentError, UnsupportedError
 DLPACK_DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 
 
-class Exporter:
-    """An array of a library that only exports."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array = array
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.array.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-
 class OldExporter(Exporter):
     """As before DLPack could say what may be written to."""
 
     def __dlpack__(self, stream: Any = None) -> Any:  # type: ignore[override]
         return self.array.__dlpack__(stream=stream)
-
-
-class Array(Exporter):
-    """An array that names its library."""
-
-    def __array_namespace__(self, *, api_version: str | None = None) -> ModuleType:
-        return sys.modules["arrays_of_a_test"]
 
 
 @pytest.fixture
